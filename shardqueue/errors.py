@@ -1,0 +1,73 @@
+"""The one error tree.
+
+Every error raised on purpose is a `ShardQueueError`. Its message carries the value that was wrong, the bound
+it broke and the remedy; what code may want to read is a field as well. A loader's own exception is never
+wrapped: the consumer gets it as it was raised.
+"""
+
+from __future__ import annotations
+
+
+class ShardQueueError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class InvalidInputError(ShardQueueError, ValueError):
+    """An argument is out of range or grammar.
+
+    Attributes:
+        name: the argument.
+        value: what was given.
+        bound: what it must satisfy.
+        remedy: what to pass instead.
+    """
+
+    def __init__(self, name: str, value: object, bound: str, remedy: str) -> None:
+        shown = repr(value)
+        if len(shown) > 120:
+            shown = f"{shown[:117]}..."
+        super().__init__(f"{name}={shown}: {name} must be {bound}; {remedy}")
+        self.name, self.value, self.bound, self.remedy = name, value, bound, remedy
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return type(self), (self.name, self.value, self.bound, self.remedy)
+
+
+class LoadError(ShardQueueError, TypeError):
+    """The user's `load` gave something that is not an iterable of `(step, batch)` pairs."""
+
+
+class MailboxError(ShardQueueError, OSError):
+    """A mailbox call failed in a way that trying again will not mend (credentials, a missing bucket, ...)."""
+
+
+class MailboxRefusedError(MailboxError, ValueError):
+    """This store cannot hold a queue: no create of ours on it is exclusive, or none was proven to be."""
+
+
+class MailboxUnavailableError(MailboxError):
+    """The store did not answer; the call may or may not have taken effect. Trying again is right."""
+
+
+class RecordError(ShardQueueError, ValueError):
+    """An object in the mailbox is not a record of this protocol."""
+
+
+class RunError(ShardQueueError, RuntimeError):
+    """This run cannot be joined or opened."""
+
+
+class RunFinishedError(RunError):
+    """The newest run under the prefix is finished: every unit was handed out and somebody left at the end."""
+
+
+class PlanMismatchError(RunError):
+    """The run was opened with another plan."""
+
+
+class PassFinishedError(RunError):
+    """This process has already iterated this pass to its end."""
+
+
+class ClosedError(ShardQueueError, RuntimeError):
+    """The object was left, or is used in a process or at a time it was not made for."""
