@@ -71,3 +71,7 @@ class PassFinishedError(RunError):
 
 class ClosedError(ShardQueueError, RuntimeError):
     """The object was left, or is used in a process or at a time it was not made for."""
+
+
+class ShardQueueWarning(UserWarning):
+    """Something that works, but hardly as it was meant."""

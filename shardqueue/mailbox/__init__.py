@@ -1,23 +1,32 @@
 """The store seam: a prefix that every learner reaches, and one atomic verb.
 
 A mailbox holds small objects under keys. Everything rests on `put_if_absent`: of all callers that ever create
-one key, exactly one gets True. Keys are relative to the prefix; nothing outside it is ever touched.
+one key, exactly one gets True. Keys are relative to the prefix; nothing outside it is ever touched. `names`
+has the grammar of keys; a wrong one, and an empty body, is `InvalidInputError`.
 
 What each verb may do when things go wrong: return its answer, raise `MailboxUnavailableError` (outcome
 unknown, try again with the same bytes), or raise another `MailboxError` (trying again is useless). An
 unknown outcome is never rounded to True or False. `get` and `list` answer from the store, past every cache.
 
 A mailbox is picklable as its URL and options, and opens its connection in the process that uses it.
+
+A mailbox may say what a listing costs in an attribute `listing`: "scan" (the whole folder is read, whatever
+the limit) or "page" (as much as is returned). Read it with `getattr(mailbox, "listing", "page")`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from shardqueue.errors import InvalidInputError, MailboxRefusedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["Mailbox"]
+__all__ = ["Mailbox", "open_mailbox"]
 
 
 @runtime_checkable
@@ -51,3 +60,109 @@ class Mailbox(Protocol):
     def delete(self, keys: Iterable[str]) -> None:
         """Remove `keys`; absent ones are no error."""
         ...
+
+
+def open_mailbox(
+    url: str | os.PathLike[str] | Mailbox, *, prove: bool = True, **storage_options: Any
+) -> Mailbox:
+    """Open the mailbox at `url`.
+
+    Args:
+        url: a folder (`/data/run1`, `~/run1`, `file:///data/run1`), a bucket and prefix (`s3://bucket/run1`), or
+            `memory://name` (this process only). An object that already is a mailbox is returned as it is.
+        prove: prove on an object store that its create is exclusive (five requests). False writes nothing:
+            a folder must exist. It is for those who only look.
+        storage_options: for a bucket, what s3fs takes: `key=`, `secret=`, `endpoint_url=`, `client_kwargs=`...,
+            and `deadline=`, the seconds one call may go on trying (60).
+
+    Raises:
+        MailboxRefusedError: no exclusive create is known, or proven, for this store.
+        MailboxError: the store cannot be used: credentials, a missing bucket, a path that is a file.
+        MailboxUnavailableError: the store did not answer.
+        InvalidInputError: `url` or an option is malformed.
+    """
+    if not isinstance(url, str | os.PathLike):
+        return _checked(url, storage_options)
+    scheme, rest = _split(url)
+    if scheme in _OBJECT_STORES:
+        return _open_bucket(f"{scheme}://{rest}", prove, storage_options)
+    if storage_options:
+        raise InvalidInputError(
+            "storage_options",
+            sorted(storage_options),
+            "empty for this store",
+            "pass them with a bucket's URL",
+        )
+    if scheme == "memory":
+        from shardqueue.mailbox.memory import named
+
+        return named(rest)
+    if scheme != "file":
+        raise MailboxRefusedError(f"{scheme}:// is refused: {_REASONS.get(scheme, _UNKNOWN)}; {_WORKS}")
+    from shardqueue.mailbox.files import FileMailbox
+
+    return FileMailbox(Path(rest).expanduser(), create=prove)
+
+
+def _checked(mailbox: object, storage_options: dict[str, Any]) -> Mailbox:
+    if not isinstance(mailbox, Mailbox):
+        kind = type(mailbox).__name__
+        raise InvalidInputError("mailbox", kind, "a URL, a path or an object with the five verbs", _WORKS)
+    if storage_options:
+        remedy = "pass them where the mailbox is opened"
+        raise InvalidInputError(
+            "storage_options", sorted(storage_options), "empty for an open mailbox", remedy
+        )
+    return mailbox
+
+
+def _split(url: str | os.PathLike[str]) -> tuple[str, str]:
+    """The scheme and what follows it; a path is of the scheme `file`."""
+    if not isinstance(url, str):
+        return "file", os.fspath(url)
+    if not url.strip():
+        raise InvalidInputError("url", url, "not empty", _WORKS)
+    found = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)(::|://)", url)
+    if "::" in url:
+        chain = found[1] if found else "a chained URL"
+        raise MailboxRefusedError(f"{chain}:: is refused: {_REASONS['simplecache']}; {_WORKS}")
+    if found is None:
+        if re.match(r"[a-z][a-z0-9]+:/", url):
+            raise InvalidInputError("url", url, "a path or scheme://...", "write both slashes")
+        return "file", url
+    scheme, rest = found[1].lower(), url[found.end() :]
+    if scheme not in ("file", "local"):
+        return scheme, rest
+    if not rest.startswith("/"):
+        raise InvalidInputError(
+            "url", url, "file:/// and an absolute path", "write three slashes, or give a path"
+        )
+    return "file", rest
+
+
+def _open_bucket(url: str, prove: bool, storage_options: dict[str, Any]) -> Mailbox:
+    from shardqueue.mailbox.objects import ObjectMailbox
+    from shardqueue.mailbox.probe import prove_exclusive
+
+    mailbox = ObjectMailbox(url, **storage_options)
+    if prove:
+        prove_exclusive(mailbox)
+    return mailbox
+
+
+_OBJECT_STORES = ("s3", "s3a")
+_WORKS = "give a folder that all learners reach, s3://bucket/prefix, or memory://name within one process"
+_UNKNOWN = "no exclusive create is known for it"
+_CACHE = "a cache would answer in place of the store, and it drops the condition of an exclusive create"
+_LATER = "it is not supported yet"
+_REASONS = {
+    **dict.fromkeys(("simplecache", "filecache", "blockcache", "cached"), _CACHE),
+    **dict.fromkeys(("gs", "gcs", "az", "abfs", "abfss", "adl"), _LATER),
+    **dict.fromkeys(
+        ("sftp", "ssh"), "its create is check-then-act, and an exclusive open leaves an empty file"
+    ),
+    **dict.fromkeys(("http", "https", "hf"), "it cannot create objects exclusively"),
+    **dict.fromkeys(
+        ("smb", "hdfs", "arrow_hdfs", "webhdfs", "ftp"), "its create ignores the condition; mount it"
+    ),
+}

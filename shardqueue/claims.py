@@ -1,0 +1,487 @@
+"""What one learner asks the mailbox next: claims, their read-back, listings, attempts given back.
+
+No I/O and no threads. The owner of a `Claims` reports what happened (a call ended, a batch was handed out, the
+consumer came back, a loader ended) and polls; `poll` returns the calls to make now. The same code runs under
+threads and a real mailbox, in virtual time, and in model tests.
+
+Invariants:
+- A claim is ours when the create said so *and* reading the key gave our bytes; until then nothing of it may be
+  handed out. An unclear create is repeated with the same bytes, never rounded to won or lost.
+- A key is asked for at most once by one learner. A unit's attempt n > 0 is asked for only after its
+  `back/{id}~{n-1}` was read.
+- It ends (`exhausted`) when every unit is known to be claimed and no given-back attempt is left to take.
+- After `stop`, no new claim is asked for; `give_back` returns the records that end what was not trained.
+
+Which unit and when is preference: see `window` and `pace`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from typing import TYPE_CHECKING
+
+from shardqueue.asks import PATIENCE, Asks
+from shardqueue.errors import MailboxRefusedError
+from shardqueue.mailbox.calls import Get, List, PutIfAbsent
+from shardqueue.pace import Pace
+from shardqueue.records import BackRecord, ClaimRecord, LogPage
+from shardqueue.window import Window
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from random import Random
+
+    from shardqueue.asks import Ask
+    from shardqueue.mailbox.calls import Answer
+    from shardqueue.plan import Plan
+    from shardqueue.records import PassKeys, RunKeys
+
+PAGE = 1000
+"""Keys a listing asks for at most: one request on every object store."""
+MODESTY = 2
+"""Near the end, ask at once for at most (units left) / (MODESTY x learners)."""
+TAIL = 2
+"""The tail begins when fewer than TAIL units a learner are left."""
+LARGEST_FIRST = 4
+"""With fewer units a learner left than this, the largest known free unit goes first."""
+THEFTS = 8
+"""Steals one listing may serve, at most; fewer when few units a learner are left."""
+PLENTY = 1e6
+"""Batches a unit is taken to have while nothing is known of its kind: one is enough to begin with."""
+SCAN_SHARE = 20.0
+"""Where a listing scans a whole folder: seconds to let pass for each second a listing took."""
+
+
+class State(Enum):
+    """How far a claim has come."""
+
+    ASKED = "asked"
+    WON = "won"
+    OURS = "ours"
+    LOST = "lost"
+
+
+@dataclass(slots=True, eq=False)
+class Claim:
+    """One attempt at one unit by this learner.
+
+    Attributes:
+        begin: the unit's first batch that this attempt trains, from 0.
+        size: batches this attempt is expected to have; exact once its loader ended.
+        handed: batches handed to the consumer.
+        trained: of those, how many are known to be trained.
+    """
+
+    position: int
+    identifier: str
+    attempt: int
+    begin: int
+    key: str
+    data: bytes
+    decided: float
+    size: float
+    weight: float
+    state: State = State.ASKED
+    loaded: bool = False
+    handed: int = 0
+    trained: int = 0
+    in_mind: float = 0.0
+
+    @property
+    def finished(self) -> bool:
+        """Whether every batch is trained."""
+        return self.loaded and self.trained >= self.size
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """In whose name claims are made."""
+
+    learner: str
+    instance: str
+    worker: str = "main"
+
+
+class Claims:
+    """The claiming of one pass by one feed.
+
+    Args:
+        plan: the units.
+        run: keys of the run; its learners tell whose home is what.
+        keys: keys of the pass.
+        owner: in whose name.
+        nonce: draws the token that owns a claim; must differ between any two calls anywhere.
+        random: private source for preferences.
+        joined_late: others have claimed before us, so the front must be found.
+        scans: a listing costs a scan of all claims, so names are tried instead where listings would add up.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        run: RunKeys,
+        keys: PassKeys,
+        owner: Owner,
+        *,
+        nonce: Callable[[], str],
+        random: Random,
+        joined_late: bool = False,
+        scans: bool = False,
+        patience: float = PATIENCE,
+    ) -> None:
+        self.plan, self.run, self.keys, self.owner = plan, run, keys, owner
+        self.window = Window(plan, random)
+        self.pace = Pace()
+        self.hand: dict[Claim, None] = {}
+        self.asks = Asks(random, patience)
+        self.exhausted = False
+        self.stopped = False
+        self._nonce, self._scans = nonce, scans
+        self._won: list[Claim] = []
+        self._proven: list[Claim] = []
+        self._twins: list[LogPage] = []
+        self._peers: set[tuple[str, str]] = set()
+        self._sequence = 0
+        self._asking = 0
+        self._looking = False
+        self._wanting: float | None = None
+        self._thefts = 0
+        self._met_at = 0
+        self._met = False
+        self._next_scan = 0.0
+        self._backs: dict[str, int] = {}
+        self._known_attempts: set[tuple[str, int]] = set()
+        self._counted = 0.0
+        self._expected = 0.0
+        self._seek = (0, len(plan)) if joined_late and plan.natural and len(plan) > PAGE else None
+        self._look_first = joined_late
+
+    # -- what happened -----------------------------------------------------------------------------------
+
+    def met(self, instances: set[tuple[str, str]]) -> None:
+        """These learners, as (learner, instance), have a log in the run."""
+        me = (self.owner.learner, self.owner.instance)
+        self._peers |= instances
+        everybody = sorted(instances | {me})
+        self._met = self._met or len(everybody) > 1
+        self.window.meet(len(everybody), everybody.index(me))
+
+    def handed(self, claim: Claim, now: float) -> None:
+        """One batch of `claim` went to the consumer."""
+        claim.handed += 1
+        self._weigh(claim)
+        self.pace.handed(now)
+
+    def loaded(self, claim: Claim, batches: int) -> None:
+        """The loader gave all of `claim`: `batches` in this attempt."""
+        claim.loaded = True
+        claim.size = batches
+        self._weigh(claim)
+        self._counted += batches
+        self._expected += claim.weight
+        for other in self.hand:
+            if not other.loaded:
+                other.size = self._size(other.weight, other.position)
+                self._weigh(other)
+        self.settle(claim)
+
+    def settle(self, claim: Claim) -> None:
+        """Forget `claim` once it is trained whole."""
+        if claim.finished:
+            self.hand.pop(claim, None)
+
+    def stop(self) -> None:
+        """Ask for nothing new."""
+        self.stopped = True
+        self.asks.forget()
+
+    # -- what to do --------------------------------------------------------------------------------------
+
+    def poll(self, now: float) -> list[Ask]:
+        """Return the calls to make now."""
+        if not self.stopped and not self.exhausted and self.asks.error is None:
+            self._plan_ahead(now)
+        return self.asks.poll(now)
+
+    def wake(self, now: float) -> float | None:
+        """When to poll again if nothing happens before."""
+        times = [self.asks.wake()]
+        if not self.stopped and not self.exhausted:
+            times.append(self.pace.wake(now, self.tail))
+        return min((time for time in times if time is not None), default=None)
+
+    def take_won(self) -> list[Claim]:
+        """Claims won since the last call, to be loaded in this order."""
+        won, self._won = self._won, []
+        return won
+
+    def take_proven(self) -> list[Claim]:
+        """Claims whose read-back agreed since the last call."""
+        proven, self._proven = self._proven, []
+        return proven
+
+    def take_twins(self) -> list[LogPage]:
+        """Logs, found since the last call, of other learners with our label."""
+        twins, self._twins = self._twins, []
+        return twins
+
+    def give_back(self, why: str) -> list[PutIfAbsent]:
+        """Return the records that end every attempt in hand where training stopped.
+
+        To be called once stopped, when nothing is under way.
+        """
+        calls = []
+        for claim in self.hand:
+            if claim.state is not State.LOST and not claim.finished:
+                record = BackRecord(
+                    begin=claim.begin + claim.trained,
+                    learner=self.owner.learner,
+                    instance=self.owner.instance,
+                    why=why,
+                )
+                calls.append(PutIfAbsent(self.keys.back(claim.identifier, claim.attempt), record.encode()))
+        return calls
+
+    @property
+    def tail(self) -> bool:
+        """Whether the plan is nearly used up."""
+        return self.window.left <= TAIL * self.window.learners
+
+    # -- deciding ----------------------------------------------------------------------------------------
+
+    def _plan_ahead(self, now: float) -> None:
+        wanted = self._wanted(now)
+        if wanted <= 0.0:
+            self._wanting = None
+            return
+        if self._wanting is None:
+            self._wanting = now
+        if self.window.front >= len(self.plan):
+            self._look_back()
+            return
+        if self._seek is not None and self._seek_front():
+            return
+        most = max(1, self.window.left // (MODESTY * self.window.learners))
+        while wanted > 0.0 and self._asking < most:
+            position = self._pick(now)
+            if position is None:
+                break
+            wanted -= self._claim(position, now)
+            self._wanting = None
+        if wanted > 0.0 and self._asking < most and not self._looking:
+            self._look(now)
+
+    def _wanted(self, now: float) -> float:
+        wanted = self.pace.wanted(now, self.tail)
+        if wanted and self.pace.batch(now) is None and self.pace.started is None:
+            # Nothing timed yet: a few more units hide the first claims' latency where there are plenty.
+            wanted = max(wanted, min(3, len(self.plan) // 200) + 1.0 - self.pace.ahead)
+        return wanted
+
+    def _pick(self, now: float) -> int | None:
+        window = self.window
+        if self._look_first:
+            return None
+        if not self._met:
+            return window.first_guess()
+        may_look = not self._scans or now >= self._next_scan
+        if window.learners > 1 and window.left <= LARGEST_FIRST * window.learners:
+            position = self._stolen(window.largest)
+            if position is not None or may_look:
+                return position
+        position = window.home()
+        if position is None:
+            position = self._stolen(window.steal)
+        if position is None and not may_look:
+            position = window.steal(unlisted=True)
+        return position
+
+    def _stolen(self, choose: Callable[[], int | None]) -> int | None:
+        if self._thefts <= 0:
+            return None
+        self._thefts -= 1
+        return choose()
+
+    def _claim(self, position: int, now: float, attempt: int = 0, begin: int = 0) -> float:
+        identifier = self.plan.identifier(position)
+        self._sequence += 1
+        record = ClaimRecord(
+            learner=self.owner.learner,
+            instance=self.owner.instance,
+            worker=self.owner.worker,
+            nonce=self._nonce(),
+            sequence=self._sequence,
+        )
+        weight = max(0.0, float(self.plan.batches(position) or 1) - begin)
+        claim = Claim(
+            position=position,
+            identifier=identifier,
+            attempt=attempt,
+            begin=begin,
+            key=self.keys.claim(identifier, attempt),
+            data=record.encode(),
+            decided=now if self._wanting is None else self._wanting,
+            size=self._size(weight, position),
+            weight=weight,
+        )
+        self.window.claimed(position)
+        self._weigh(claim)
+        self._asking += 1
+        self.asks.ask(PutIfAbsent(claim.key, claim.data), partial(self._created, claim))
+        return claim.size
+
+    def _size(self, weight: float, position: int) -> float:
+        """Batches to expect of a unit: by what units of its kind have had, else by what the plan says."""
+        if self._expected:
+            return weight * self._counted / self._expected
+        return weight if self.plan.batches(position) is not None else PLENTY
+
+    def _weigh(self, claim: Claim) -> None:
+        """Keep `pace.ahead` in step with what `claim` still has to hand out."""
+        left = 0.0 if claim.state is State.LOST else claim.size - claim.handed
+        left = max(left, 0.0 if claim.loaded or claim.state is State.LOST else 1.0)
+        self.pace.ahead += left - claim.in_mind
+        claim.in_mind = left
+
+    # -- claiming ----------------------------------------------------------------------------------------
+
+    def _created(self, claim: Claim, answer: Answer, now: float) -> None:
+        self._asking -= 1
+        if answer is True:
+            claim.state = State.WON
+            self.hand[claim] = None
+            self._won.append(claim)
+            self.asks.ask(Get(claim.key), partial(self._confirmed, claim))
+            self._meet_when_due()
+            return
+        claim.state = State.LOST
+        self._weigh(claim)
+        self._known_attempts.add((claim.identifier, claim.attempt))
+        self._thefts = 0
+        self._look_first = not (self._scans and now < self._next_scan)
+
+    def _confirmed(self, claim: Claim, answer: Answer, now: float) -> None:
+        if answer == claim.data:
+            claim.state = State.OURS
+            self._proven.append(claim)
+            self.pace.claimed(now - claim.decided)
+            return
+        found = "nothing" if answer is None else "another claim"
+        said = "the store said we created it, then showed"
+        self.asks.fail(MailboxRefusedError(f"{claim.key}: {said} {found}; it cannot hold a queue"))
+
+    # -- looking -----------------------------------------------------------------------------------------
+
+    def _look(self, now: float) -> None:
+        if self._scans and now < self._next_scan and not self._look_first:
+            return
+        self._looking = True
+        start = self.window.unknown_from()
+        after = self.keys.claim(self.plan.identifier(start - 1)) if start else self.keys.units
+        page = PAGE if self.plan.natural and not self._scans else None
+        self.asks.ask(List(self.keys.units, after, page), partial(self._listed, start, page, now))
+
+    def _listed(self, start: int, page: int | None, asked: float, answer: Answer, now: float) -> None:
+        assert isinstance(answer, list)
+        self._looking = self._look_first = False
+        places = self._positions(answer)
+        whole = page is None or len(answer) < page
+        stop = len(self.plan) if whole or not places else places[-1] + 1
+        self.window.saw(places, start, stop)
+        self._thefts = max(1, min(THEFTS, self.window.left // (8 * self.window.learners)))
+        self._next_scan = now + SCAN_SHARE * (now - asked)
+        self._meet_when_due()
+
+    def _positions(self, keys: list[str]) -> list[int]:
+        """Positions of the attempt-0 claims among `keys`, ascending; keys of no unit of ours are passed over."""
+        places = []
+        for key in keys:
+            parsed = self.keys.parse_claim(key)
+            position = None if parsed is None else self.plan.find(parsed[0])
+            if parsed is None or position is None:
+                continue
+            if parsed[1]:
+                self._known_attempts.add(parsed)
+            else:
+                places.append(position)
+        return places
+
+    def _meet_when_due(self) -> None:
+        """List the learners again each time our claims have doubled, and every 64."""
+        if self._sequence >= min(2 * self._met_at, self._met_at + 64):
+            self._met_at = max(1, self._sequence)
+            self.asks.ask(List(self.run.learners), self._met_learners)
+
+    def _met_learners(self, answer: Answer, now: float) -> None:  # noqa: ARG002
+        assert isinstance(answer, list)
+        self._met = True
+        logs = {key: parsed for key in answer if (parsed := self.run.parse_log(key)) is not None}
+        for key, (learner, instance, process, _) in logs.items():
+            twin = learner == self.owner.learner and instance != self.owner.instance and process == "main"
+            if twin and (learner, instance) not in self._peers:
+                self.asks.ask(Get(key), partial(self._read_twin, key))
+        self.met({log[:2] for log in logs.values()})
+
+    def _read_twin(self, key: str, answer: Answer, now: float) -> None:  # noqa: ARG002
+        if isinstance(answer, bytes):
+            self._twins.append(LogPage.decode(answer, key))
+
+    def _seek_front(self) -> bool:
+        """Joined late: find where the claims end by halving, one small listing at a time; False when found."""
+        assert self._seek is not None
+        low, high = self._seek
+        if high - low <= PAGE // 2:
+            self._seek = None
+            self.window.start_at(max(0, low - PAGE // 4))
+            return False
+        if not self._looking:
+            self._looking = True
+            after = self.keys.claim(self.plan.identifier((low + high) // 2 - 1))
+            self.asks.ask(List(self.keys.units, after, 1), self._sought)
+        return True
+
+    def _sought(self, answer: Answer, now: float) -> None:  # noqa: ARG002
+        assert self._seek is not None
+        assert isinstance(answer, list)
+        self._looking = False
+        low, high = self._seek
+        middle = (low + high) // 2
+        self._seek = (middle, high) if middle in self._positions(answer) else (low, middle)
+
+    # -- attempts that were given back -------------------------------------------------------------------
+
+    def _look_back(self) -> None:
+        if self._asking or self._looking:
+            return
+        if not self._backs:
+            self._looking = True
+            self.asks.ask(List(self.keys.backs), self._listed_backs)
+            return
+        self._looking = True
+        identifier, attempt = self._backs.popitem()
+        key = self.keys.back(identifier, attempt)
+        self.asks.ask(Get(key), partial(self._read_back, identifier, attempt))
+
+    def _listed_backs(self, answer: Answer, now: float) -> None:  # noqa: ARG002
+        assert isinstance(answer, list)
+        self._looking = False
+        ended: dict[str, int] = {}
+        for parsed in map(self.keys.parse_back, answer):
+            if parsed is not None and self.plan.find(parsed[0]) is not None:
+                ended[parsed[0]] = max(parsed[1], ended.get(parsed[0], 0))
+        self._backs = {
+            identifier: attempt
+            for identifier, attempt in ended.items()
+            if (identifier, attempt + 1) not in self._known_attempts
+        }
+        self.exhausted = not self._backs
+
+    def _read_back(self, identifier: str, attempt: int, answer: Answer, now: float) -> None:
+        assert isinstance(answer, bytes)
+        self._looking = False
+        begin = BackRecord.decode(answer, self.keys.back(identifier, attempt)).begin
+        self._known_attempts.add((identifier, attempt + 1))
+        if not self.stopped:
+            self._claim(self.plan.position(identifier), now, attempt + 1, begin)

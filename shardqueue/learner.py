@@ -1,0 +1,247 @@
+"""A learner: what it is called, what its processes log, and whether it is alive.
+
+A learner is one training process; its loader workers claim in its name. Its id is a label; an instance is drawn
+anew each time, so that two processes with one label stay two learners. A process keeps a `Book`: what it
+claimed and what was trained. Its pages are what the mailbox holds; a page is overwritten by its owner while it
+is the last one, and a new one begins when it is full or when a write ended unclear, because a late older write
+must not replace a newer page.
+
+Whether another learner is alive is judged from what it wrote, whether its process is seen on this machine, and
+whether its log changes while it is watched; never from wall clocks, which are for display.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardqueue.plan import check_identifier
+from shardqueue.records import HeldClaim, LogPage, Process, Totals, TrainedSpan
+
+if TYPE_CHECKING:
+    from shardqueue.records import Left
+    from shardqueue.units import Step
+
+LOG_EVERY = 5.0
+"""Seconds between two writes of a log; at the start it is written more often, so that others soon see it change."""
+SILENCE = 10.0
+"""Seconds without a change after which a log's owner is taken for dead."""
+PAGE_SPANS = 2000
+"""Spans of trained batches a page holds at most."""
+
+
+def learner_label(learner_id: str | None) -> str:
+    """Check a learner's id, or make the default one: host, rank (where a launcher set one) and pid.
+
+    Raises:
+        InvalidInputError: it is outside the grammar of `check_identifier`, or holds a "/".
+    """
+    if learner_id is None:
+        host = "".join(
+            c if c.isascii() and (c.isalnum() or c in "-_.") else "-" for c in socket.gethostname()
+        )
+        return f"{host[:60] or 'host'}-{os.environ.get('RANK', '0')}-{os.getpid()}"
+    return check_identifier(learner_id, "learner_id", folders=False)
+
+
+def new_instance() -> str:
+    """Draw what tells one learner from any other; never from a generator that can be seeded."""
+    return os.urandom(6).hex()
+
+
+def this_process() -> Process:
+    """Who we are on this machine."""
+    return Process(
+        host=socket.gethostname(), boot=_boot(), pid=os.getpid(), started=_started(os.getpid()) or "?"
+    )
+
+
+def seen_here(where: Process) -> bool | None:
+    """Whether that process runs on this machine; None when it belongs to another, so that we cannot see it."""
+    if where.boot != _boot() or where.started == "?":
+        return None
+    return _started(where.pid) == where.started
+
+
+def _boot() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = Path("/proc/self/ns/pid").stat().st_ino
+    except OSError:
+        return f"{socket.gethostname()}/?"
+    return f"{boot}/{namespace}"
+
+
+def _started(pid: int) -> str | None:
+    """When a process began, in clock ticks since boot; None when there is no such process."""
+    try:
+        # The name, in parentheses, may itself hold spaces and parentheses.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else fields[19]
+
+
+class Life(Enum):
+    """What is known of a learner."""
+
+    ALIVE = "alive"
+    LEFT = "left"
+    DEAD = "dead"
+    UNSURE = "unsure"
+
+
+def judge(page: LogPage, here: bool | None, changed: bool, watched: float) -> Life:
+    """Say whether the owner of `page`, the newest of its main process, is alive.
+
+    Args:
+        page: what it wrote last.
+        here: what `seen_here` said of it.
+        changed: whether its log was seen to change while it was watched.
+        watched: seconds for which it was watched.
+    """
+    if page.left is not None:
+        return Life.LEFT
+    if here is not None:
+        return Life.ALIVE if here else Life.DEAD
+    if changed:
+        return Life.ALIVE
+    return Life.DEAD if watched >= SILENCE else Life.UNSURE
+
+
+@dataclass(slots=True)
+class _Span:
+    """A `TrainedSpan` that still grows."""
+
+    key: tuple[str, str, int]
+    begin: int
+    end: int
+    start: float
+    stop: float
+    samples: int = 0
+    waited: float = 0.0
+    global_step: int | None = None
+
+    def frozen(self) -> TrainedSpan:
+        return TrainedSpan(
+            *self.key,
+            self.begin,
+            self.end,
+            self.samples,
+            self.waited,
+            self.start,
+            self.stop,
+            self.global_step,
+        )
+
+
+@dataclass(slots=True)
+class _Handed:
+    """A batch that is with the consumer."""
+
+    step: Step
+    waited: float
+    wall: float
+
+
+@dataclass(slots=True)
+class Book:
+    """What one process of a learner claimed, handed out and trained. Not thread-safe: its owner locks."""
+
+    learner: str
+    instance: str
+    process: str
+    where: Process
+    run_id: str = ""
+    claimed: int = 0
+    batches: int = 0
+    samples: int = 0
+    waited: float = 0.0
+    left: Left | None = None
+    _held: dict[tuple[str, str, int], None] = field(default_factory=dict)
+    _handed: list[_Handed] = field(default_factory=list)
+    _spans: list[_Span] = field(default_factory=list)
+    _page: int = 0
+    _write: int = 0
+
+    @property
+    def in_hand(self) -> list[Step]:
+        """Batches handed out and not known to be trained."""
+        return [handed.step for handed in self._handed]
+
+    def claim(self, key: tuple[str, str, int]) -> None:
+        """The attempt is ours."""
+        self.claimed += 1
+        self._held[key] = None
+
+    def release(self, key: tuple[str, str, int]) -> None:
+        """The attempt is over: trained whole, or given back."""
+        self._held.pop(key, None)
+
+    def hand(self, step: Step, waited: float, wall: float) -> None:
+        """A batch went to the consumer, who had waited for it."""
+        self._handed.append(_Handed(step, waited, wall))
+        self.waited += waited
+
+    def train(self, samples: int, wall: float, global_step: int | None = None) -> list[Step]:
+        """Every batch handed out so far is trained, `samples` in all; return them."""
+        done, self._handed = self._handed, []
+        for handed in done:
+            self._extend(handed, wall, global_step)
+        if done:
+            self._spans[-1].samples += samples
+        self.batches += len(done)
+        self.samples += samples
+        return [handed.step for handed in done]
+
+    def page(self, wall: float, elapsed: float, rate: float) -> LogPage:
+        """Return the last page as it is to be written now."""
+        self._write += 1
+        return LogPage(
+            learner=self.learner,
+            instance=self.instance,
+            process=self.process,
+            page=self._page,
+            write=self._write,
+            run_id=self.run_id,
+            where=self.where,
+            wall=wall,
+            totals=Totals(
+                claimed=self.claimed,
+                batches=self.batches,
+                samples=self.samples,
+                elapsed=elapsed,
+                waited=self.waited,
+            ),
+            rate=rate,
+            trained=[span.frozen() for span in self._spans],
+            held=[HeldClaim(*key) for key in self._held],
+            left=self.left,
+        )
+
+    def wrote(self, clear: bool) -> None:
+        """The page was written; when that did not end clearly or it is full, the next one begins.
+
+        What an unclear write held is written again on the new page: readers take the union.
+        """
+        full = len(self._spans) >= PAGE_SPANS
+        if full or not clear:
+            self._page += 1
+        if full and clear:
+            self._spans = []
+
+    def _extend(self, handed: _Handed, wall: float, global_step: int | None) -> None:
+        step = handed.step
+        key = (step.pass_, step.unit, step.attempt)
+        span = self._spans[-1] if self._spans else None
+        if span is None or span.key != key or span.end != step.index:
+            span = _Span(key, step.index, step.index, handed.wall, wall)
+            self._spans.append(span)
+        span.end += 1
+        span.waited += handed.waited
+        span.stop = wall
+        span.global_step = global_step

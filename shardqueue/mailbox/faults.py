@@ -1,0 +1,177 @@
+"""Mailboxes that misbehave on purpose: wrappers for tests, benchmarks and rehearsals.
+
+Each is itself a mailbox around another one, so they stack. `Delayed` makes calls slow, `Counted` counts them,
+`Outage` makes the store unreachable, `LostResponse` lets a write land and loses its answer. Errors raised here
+are the ones a real store raises; nothing else is changed, and the wrapped mailbox's `listing` shows through.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, TypeVar
+
+from shardqueue.errors import InvalidInputError, MailboxUnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from shardqueue.mailbox import Mailbox
+
+T = TypeVar("T")
+
+
+class Wrapper:
+    """Forwards each verb through `_around`, which a fault overrides."""
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        self._mailbox = mailbox
+
+    @property
+    def listing(self) -> str:
+        """The wrapped mailbox's `listing`."""
+        return str(getattr(self._mailbox, "listing", "page"))
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        """See `Mailbox.put_if_absent`."""
+        return self._around("put_if_absent", key, lambda: self._mailbox.put_if_absent(key, data))
+
+    def get(self, key: str) -> bytes | None:
+        """See `Mailbox.get`."""
+        return self._around("get", key, lambda: self._mailbox.get(key))
+
+    def list(self, prefix: str, after: str = "", limit: int | None = None) -> list[str]:
+        """See `Mailbox.list`."""
+        return self._around("list", prefix, lambda: self._mailbox.list(prefix, after, limit))
+
+    def put(self, key: str, data: bytes) -> None:
+        """See `Mailbox.put`."""
+        self._around("put", key, lambda: self._mailbox.put(key, data))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """See `Mailbox.delete`."""
+        self._around("delete", "", lambda: self._mailbox.delete(keys))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._mailbox!r})"
+
+    def _around(self, verb: str, name: str, forward: Callable[[], T]) -> T:
+        """Make the call `verb` on key or prefix `name` by calling `forward`."""
+        raise NotImplementedError
+
+
+class Delayed(Wrapper):
+    """Every call takes `seconds` longer, and has its effect half-way through them.
+
+    Args:
+        mailbox: what to wrap.
+        seconds: a number, or a callable asked once a call.
+        sleep: how to wait.
+    """
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        seconds: float | Callable[[], float],
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        super().__init__(mailbox)
+        self._seconds, self._sleep = seconds, sleep
+
+    def _around(self, verb: str, name: str, forward: Callable[[], T]) -> T:  # noqa: ARG002
+        half = (self._seconds() if callable(self._seconds) else self._seconds) / 2
+        self._sleep(half)
+        try:
+            return forward()
+        finally:
+            self._sleep(half)
+
+
+class Counted(Wrapper):
+    """Counts the calls of each verb, from any thread, before they are made."""
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        super().__init__(mailbox)
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Calls by verb so far; a verb never called counts 0."""
+        with self._lock:
+            return Counter(self._counts)
+
+    @property
+    def total(self) -> int:
+        """Calls of all verbs so far."""
+        with self._lock:
+            return self._counts.total()
+
+    def _around(self, verb: str, name: str, forward: Callable[[], T]) -> T:  # noqa: ARG002
+        with self._lock:
+            self._counts[verb] += 1
+        return forward()
+
+
+class Outage(Wrapper):
+    """While `down`, no call reaches the store."""
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        super().__init__(mailbox)
+        self._is_down = threading.Event()
+
+    def down(self) -> None:
+        """Make the store unreachable."""
+        self._is_down.set()
+
+    def up(self) -> None:
+        """Let calls through again."""
+        self._is_down.clear()
+
+    def _around(self, verb: str, name: str, forward: Callable[[], T]) -> T:
+        if self._is_down.is_set():
+            raise MailboxUnavailableError(
+                f"{self!r} is down: {verb}({name!r}) was not sent; call up() to end it"
+            )
+        return forward()
+
+
+class LostResponse(Wrapper):
+    """A write lands, and its caller is told that the outcome is unknown.
+
+    Args:
+        mailbox: what to wrap.
+        every: lose the answer of each n-th write (`put` and `put_if_absent` together); 1 loses all.
+        when: or lose those for which `when(verb, key)` is true. One of the two must be given.
+    """
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        every: int | None = None,
+        when: Callable[[str, str], bool] | None = None,
+    ) -> None:
+        super().__init__(mailbox)
+        if (every is None) == (when is None):
+            raise InvalidInputError(
+                "every, when", (every, when), "exactly one of them", "pass every=1 to lose all"
+            )
+        if every is not None and every < 1:
+            raise InvalidInputError("every", every, "at least 1", "pass 1 to lose all")
+        self._every, self._when = every, when
+        self._lock = threading.Lock()
+        self._writes = 0
+
+    def _around(self, verb: str, name: str, forward: Callable[[], T]) -> T:
+        answer = forward()
+        if verb in ("put", "put_if_absent") and self._loses(verb, name):
+            raise MailboxUnavailableError(f"{self!r} lost the answer to {verb}({name!r}); the write landed")
+        return answer
+
+    def _loses(self, verb: str, key: str) -> bool:
+        if self._when is not None:
+            return self._when(verb, key)
+        with self._lock:
+            self._writes += 1
+            return self._writes % (self._every or 1) == 0

@@ -1,0 +1,99 @@
+"""How fast this learner works and how long a claim takes: when to ask for more, and for how much.
+
+Pure arithmetic over observations; time is an argument. The rule: ask when the work in hand, in seconds,
+falls below the low-water mark, and then fill up to `REFILL` times that mark in one go. The mark is the time a
+claim takes from the decision to the first batch in hand, with a margin. Near the end of a plan the margin
+for a misjudged batch is dropped: there a claim too early costs the makespan what it saves in idling.
+"""
+
+from __future__ import annotations
+
+MARGIN = 1.3
+"""Low-water mark over the measured latency of a claim."""
+REFILL = 2.5
+"""How far one go fills up, in low-water marks."""
+FADE = 0.1
+"""How fast a past maximum of a latency fades, per sample."""
+RECENT = 0.5
+"""Weight of the newest batch in the average seconds a batch."""
+
+
+class Pace:
+    """Moving estimates: seconds a batch, seconds a claim, batches in hand.
+
+    `ahead` counts batches that are claimed, or asked for, and not handed out yet; its owner adds and takes away.
+    """
+
+    __slots__ = ("_batch", "_load_batch", "ahead", "claim_seconds", "load_seconds", "started")
+
+    def __init__(self) -> None:
+        self.ahead = 0.0
+        self.started: float | None = None
+        self.claim_seconds = 0.0
+        self.load_seconds = 0.0
+        self._batch: float | None = None
+        self._load_batch = 0.0
+
+    def handed(self, now: float) -> None:
+        """The consumer got a batch."""
+        self.started = now
+
+    def asked(self, now: float) -> None:
+        """The consumer came back for the next batch: the running one took until now."""
+        if self.started is not None:
+            took = now - self.started
+            self._batch = took if self._batch is None else self._batch + RECENT * (took - self._batch)
+            self.started = None
+
+    def claimed(self, seconds: float) -> None:
+        """A claim took `seconds` from the decision until it was proven ours."""
+        self.claim_seconds = _faded_maximum(self.claim_seconds, seconds)
+
+    def opened(self, seconds: float) -> None:
+        """The loader took `seconds` to give the first batch of a unit."""
+        self.load_seconds = _faded_maximum(self.load_seconds, seconds)
+
+    def loaded(self, seconds: float) -> None:
+        """The loader took `seconds` for one more batch."""
+        self._load_batch += RECENT * (seconds - self._load_batch)
+
+    def batch(self, now: float) -> float | None:
+        """Seconds a batch: of training or of loading, whichever is slower; None before anything is known."""
+        seconds = self._batch
+        if self.started is not None and seconds is not None:
+            seconds = max(seconds, now - self.started)
+        return None if seconds is None else max(seconds, self._load_batch, 1e-9)
+
+    def low_water(self, now: float, tail: bool) -> float:
+        """Seconds of work in hand below which more must be asked for."""
+        mark = MARGIN * (self.claim_seconds + self.load_seconds)
+        return mark if tail else mark + (self.batch(now) or 0.0) / 3
+
+    def work(self, now: float) -> float:
+        """Seconds of work in hand: what waits, and what is left of the running batch."""
+        batch = self.batch(now) or 0.0
+        running = 0.0 if self.started is None else max(0.0, batch - (now - self.started))
+        return self.ahead * batch + running
+
+    def wanted(self, now: float, tail: bool) -> float:
+        """Batches to ask for now; 0 when there is work enough.
+
+        Before the first batch has been timed, one batch beyond the running one is enough.
+        """
+        batch = self.batch(now)
+        if batch is None:
+            return max(0.0, 1.0 - self.ahead)
+        mark, work = self.low_water(now, tail), self.work(now)
+        if work > mark:
+            return 0.0
+        return max(1.0 if tail else (REFILL * mark - work) / batch, 1e-6)
+
+    def wake(self, now: float, tail: bool) -> float | None:
+        """When `wanted` becomes positive if nothing else happens; None when only an event can change it."""
+        if self.started is None or self.batch(now) is None:
+            return None
+        return now + max(0.0, self.work(now) - self.low_water(now, tail))
+
+
+def _faded_maximum(past: float, sample: float) -> float:
+    return sample if sample > past else past + FADE * (sample - past)

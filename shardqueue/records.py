@@ -1,0 +1,235 @@
+"""Every key in the mailbox and what is stored under it.
+
+    runs/{run}.json                           Manifest     created once, by whoever opens the run
+    [run-{run}/]learners/{learner}~{instance}/{process}.{page}
+                                              LogPage      overwritten by its owner alone
+    [run-{run}/][{pass}/]units/{id}           ClaimRecord  created once: attempt 0 of a unit
+                         units/{id}~{n}       ClaimRecord  created once: attempt n, after back/{id}~{n-1}
+                         back/{id}~{n}        BackRecord   created once: the end of attempt n
+
+Run 1 and the first pass have no folder of their own. Records are JSON with a fixed schema; anything else
+under these keys is a `RecordError`, never interpreted. Claims are never deleted and keys never reused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Self
+
+import msgspec
+
+from shardqueue.errors import RecordError
+
+PROTOCOL = 1
+RUNS = "runs/"
+LARGEST = 16 * 2**20
+
+Left = Literal["end", "early", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunKeys:
+    """Keys of one run."""
+
+    run: str
+
+    @property
+    def manifest(self) -> str:
+        """The key that opens the run."""
+        return f"{RUNS}{self.run}.json"
+
+    @property
+    def folder(self) -> str:
+        """What every other key of the run starts with."""
+        return "" if self.run == "1" else f"run-{self.run}/"
+
+    @property
+    def learners(self) -> str:
+        """What the keys of all logs start with."""
+        return f"{self.folder}learners/"
+
+    def log(self, learner: str, instance: str, process: str, page: int) -> str:
+        """The key of one page of a learner's log."""
+        return f"{self.learners}{learner}~{instance}/{process}.{page:06d}"
+
+    def parse_log(self, key: str) -> tuple[str, str, str, int] | None:
+        """Return (learner, instance, process, page), or None when `key` is no log's."""
+        try:
+            owner, _, name = key.removeprefix(self.learners).partition("/")
+            learner, instance = owner.split("~")
+            process, page = name.split(".")
+            return learner, instance, process, int(page)
+        except ValueError:
+            return None
+
+    def pass_keys(self, name: str = "") -> PassKeys:
+        """Keys of one pass; the first pass has no name."""
+        return PassKeys(f"{self.folder}{name}/" if name else self.folder, name)
+
+
+@dataclass(frozen=True, slots=True)
+class PassKeys:
+    """Keys of one pass over a plan."""
+
+    folder: str
+    name: str
+
+    @property
+    def units(self) -> str:
+        """What every claim's key starts with."""
+        return f"{self.folder}units/"
+
+    @property
+    def backs(self) -> str:
+        """What every give-back record's key starts with."""
+        return f"{self.folder}back/"
+
+    def claim(self, identifier: str, attempt: int = 0) -> str:
+        """The key of the claim of one attempt at a unit."""
+        return f"{self.folder}units/{identifier}~{attempt}" if attempt else f"{self.folder}units/{identifier}"
+
+    def back(self, identifier: str, attempt: int) -> str:
+        """The key of the record that ends one attempt at a unit."""
+        return f"{self.folder}back/{identifier}~{attempt}"
+
+    def parse_claim(self, key: str) -> tuple[str, int] | None:
+        """Return (identifier, attempt), or None when `key` is no claim's."""
+        identifier, mark, attempt = key[len(self.folder) + 6 :].partition("~")
+        if not mark:
+            return identifier, 0
+        return (identifier, int(attempt)) if attempt.isdecimal() else None
+
+    def parse_back(self, key: str) -> tuple[str, int] | None:
+        """Return (identifier, attempt), or None when `key` is no give-back record's."""
+        identifier, mark, attempt = key[len(self.folder) + 5 :].partition("~")
+        return (identifier, int(attempt)) if mark and attempt.isdecimal() else None
+
+
+class _Record(msgspec.Struct, frozen=True, tag_field="kind", kw_only=True):
+    """JSON with a fixed schema."""
+
+    what: ClassVar[str]
+
+    def encode(self) -> bytes:
+        """The record's bytes."""
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes, key: str) -> Self:
+        """Read a record back.
+
+        Raises:
+            RecordError: `data`, found under `key`, is not such a record.
+        """
+        if len(data) > LARGEST:
+            raise RecordError(f"{key}: {len(data)} bytes; {cls.what} has at most {LARGEST}; this is not ours")
+        try:
+            return msgspec.json.decode(data, type=cls)
+        except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+            raise RecordError(
+                f"{key}: not {cls.what} of this protocol ({error}); point the mailbox at a prefix of its own"
+            ) from None
+
+
+class Manifest(_Record, frozen=True, tag="shardqueue.run", kw_only=True):
+    """What opens a run: which plans it hands out, and a random id that tells it from any other run.
+
+    `plans` maps a plan's name ("train", "val", ...) to its signature, `state` is what was trained before.
+    """
+
+    what: ClassVar[str] = "a manifest"
+    protocol: int
+    run_id: str
+    plans: dict[str, dict[str, Any]]
+    opened_by: str
+    wall: float
+    state: dict[str, Any] | None = None
+
+
+class ClaimRecord(_Record, frozen=True, tag="shardqueue.claim", kw_only=True):
+    """Who claimed; the nonce alone decides whose it is."""
+
+    what: ClassVar[str] = "a claim"
+    learner: str
+    instance: str
+    worker: str
+    nonce: str
+    sequence: int
+
+
+class BackRecord(_Record, frozen=True, tag="shardqueue.back", kw_only=True):
+    """The end of an attempt: the next one begins at batch `begin` of the unit (counted from 0)."""
+
+    what: ClassVar[str] = "a give-back record"
+    begin: int
+    learner: str
+    instance: str
+    why: str
+
+
+class TrainedSpan(msgspec.Struct, frozen=True, array_like=True):
+    """Batches `[begin, end)` of one attempt, trained in one go.
+
+    `waited` are the seconds this span's consumer waited for data; `start` and `stop` are wall-clock seconds.
+    """
+
+    pass_: str
+    unit: str
+    attempt: int
+    begin: int
+    end: int
+    samples: int
+    waited: float
+    start: float
+    stop: float
+    global_step: int | None = None
+
+
+class HeldClaim(msgspec.Struct, frozen=True, array_like=True):
+    """A claim whose unit is not trained whole yet."""
+
+    pass_: str
+    unit: str
+    attempt: int
+
+
+class Totals(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process did so far; seconds by the monotonic clock."""
+
+    claimed: int = 0
+    batches: int = 0
+    samples: int = 0
+    elapsed: float = 0.0
+    waited: float = 0.0
+
+
+class Process(msgspec.Struct, frozen=True, kw_only=True):
+    """Which process on which machine. `boot` names the boot and process namespace in which `pid` counts."""
+
+    host: str
+    boot: str
+    pid: int
+    started: str
+
+
+class LogPage(_Record, frozen=True, tag="shardqueue.log", kw_only=True):
+    """One page of a process's log; a reader takes the union of all its pages.
+
+    `write` counts writes, so that two readings tell whether the owner is alive; `rate` is samples a second
+    over the last minute.
+    """
+
+    what: ClassVar[str] = "a learner's log"
+    learner: str
+    instance: str
+    process: str
+    page: int
+    write: int
+    run_id: str
+    where: Process
+    wall: float
+    totals: Totals
+    rate: float
+    trained: list[TrainedSpan]
+    held: list[HeldClaim]
+    left: Left | None = None

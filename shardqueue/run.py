@@ -1,0 +1,302 @@
+"""Which run a learner joins: one training from one start, one folder under the prefix.
+
+The first run lives at the prefix itself, later ones under `run-2/`, `run-3/`; creating its manifest opens a run.
+An independent learner joins the newest run if somebody in it is alive or nothing in it is claimed. A finished run
+(somebody left because nothing was left to claim) is an error that names the remedies; one that broke off (nobody
+did, and nobody is alive) is followed by the next, and that is said. A named run is always joined.
+
+`decide` is the policy, `Opening` asks the mailbox what the policy needs to know, without I/O of its own. A claim
+is never asked for before the run is agreed on, so a mistaken start leaves nothing in somebody else's run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from typing import TYPE_CHECKING
+
+from shardqueue.asks import PATIENCE, Asks
+from shardqueue.errors import PlanMismatchError, RunError, RunFinishedError
+from shardqueue.learner import Life, judge
+from shardqueue.mailbox.calls import Get, List, PutIfAbsent
+from shardqueue.records import PROTOCOL, RUNS, LogPage, Manifest, RunKeys
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from random import Random
+
+    from shardqueue.asks import Ask
+    from shardqueue.claims import Owner
+    from shardqueue.mailbox.calls import Answer, Call
+    from shardqueue.plan import Plan
+    from shardqueue.records import Process
+
+LOOK_EVERY = 1.0
+"""Seconds between two looks at a log that may or may not change."""
+TRAIN = "train"
+"""The name of the training plan in a manifest."""
+
+
+class Next(Enum):
+    """What a learner does about the newest run."""
+
+    JOIN = "join"
+    WAIT = "wait"
+    OPEN_NEXT = "open the next"
+    FINISHED = "finished"
+
+
+def decide(lives: list[Life], anything_claimed: bool, somebody_ended: bool) -> Next:
+    """Say what an independent learner without a state does about the newest run.
+
+    Args:
+        lives: one for each learner of the run.
+        anything_claimed: whether any unit of it is claimed.
+        somebody_ended: whether a learner left because nothing was left to claim.
+    """
+    if Life.ALIVE in lives or not anything_claimed:
+        return Next.JOIN
+    if Life.UNSURE in lives:
+        return Next.WAIT
+    return Next.FINISHED if somebody_ended else Next.OPEN_NEXT
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A run that is agreed on.
+
+    Attributes:
+        keys: where it lives.
+        run_id: the random id of its manifest.
+        peers: (learner, instance) of those who were there before us.
+        late: somebody has claimed before us.
+        twin: another live learner has our label.
+        notices: what the user should be told.
+    """
+
+    keys: RunKeys
+    run_id: str
+    peers: frozenset[tuple[str, str]] = frozenset()
+    late: bool = False
+    twin: bool = False
+    notices: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class _Watched:
+    """A learner of the run we look at: the key of its newest main page, and what it held."""
+
+    key: str
+    page: LogPage | None = None
+    first_write: tuple[str, int] | None = None
+    since: float = 0.0
+
+    def read(self, data: bytes, now: float) -> None:
+        self.page = LogPage.decode(data, self.key)
+        if self.first_write is None:
+            self.first_write, self.since = (self.key, self.page.write), now
+
+    def life(self, seen: Callable[[Process], bool | None], now: float) -> Life:
+        if self.page is None:
+            return Life.UNSURE
+        changed = self.first_write != (self.key, self.page.write)
+        return judge(self.page, seen(self.page.where), changed, now - self.since)
+
+
+@dataclass(slots=True)
+class _Look:
+    """What is known of one run."""
+
+    keys: RunKeys
+    began: float
+    unanswered: int = 0
+    manifest: Manifest | None = None
+    units_claimed: bool = False
+    learners: dict[tuple[str, str], _Watched] = field(default_factory=dict)
+
+    @property
+    def anything_claimed(self) -> bool:
+        pages = [watched.page for watched in self.learners.values()]
+        return self.units_claimed or any(page is not None and page.totals.claimed > 0 for page in pages)
+
+
+class Opening:
+    """Finds or opens the run of one learner.
+
+    Poll and report as with any machine (`asks`); it is over when `joined` is set, or `asks.error`.
+
+    Args:
+        plan: what the run hands out.
+        manifest: what to create where a run must be opened.
+        owner: who we are.
+        wanted: the name of a run to join whatever its state, or None.
+        seen: tells whether a process is seen on this machine.
+        random: for the pauses between repeated calls.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        manifest: Manifest,
+        owner: Owner,
+        wanted: str | None,
+        *,
+        seen: Callable[[Process], bool | None],
+        random: Random,
+        patience: float = PATIENCE,
+    ) -> None:
+        self.asks = Asks(random, patience)
+        self.joined: Joined | None = None
+        self._plan, self._manifest, self._owner, self._wanted = plan, manifest, owner, wanted
+        self._seen = seen
+        self._notices: list[str] = []
+        self._look: _Look | None = None
+        self._first = RunKeys(wanted or "1")
+
+    def poll(self, now: float) -> list[Ask]:
+        """Return the calls to make now."""
+        if self._look is None and self.asks.error is None:
+            self._start(now)
+        return self.asks.poll(now)
+
+    def wake(self, now: float) -> float | None:  # noqa: ARG002
+        """When to poll again if nothing happens before."""
+        return self.asks.wake()
+
+    # -- looking -----------------------------------------------------------------------------------------
+
+    def _start(self, now: float) -> None:
+        """Everything that a fresh prefix and a running one need, at once."""
+        look = self._look_at(self._first, now)
+        self._ask(look, PutIfAbsent(look.keys.manifest, self._manifest.encode()), self._created)
+        if self._wanted is None:
+            self._ask(look, List(RUNS), self._listed_runs)
+
+    def _look_at(self, keys: RunKeys, now: float) -> _Look:
+        look = self._look = _Look(keys, now)
+        self._ask(look, List(keys.learners), self._listed_learners)
+        self._ask(look, List(keys.pass_keys().units, "", 1), self._listed_units)
+        return look
+
+    def _ask(self, look: _Look, call: Call, then: Callable[[_Look, Answer, float], None]) -> None:
+        look.unanswered += 1
+        self.asks.ask(call, partial(self._answered, look, then))
+
+    def _answered(
+        self, look: _Look, then: Callable[[_Look, Answer, float], None], answer: Answer, now: float
+    ) -> None:
+        look.unanswered -= 1
+        then(look, answer, now)
+        if look is self._look and not look.unanswered and self.joined is None and self.asks.error is None:
+            self._consider(look, now)
+
+    def _created(self, look: _Look, answer: Answer, now: float) -> None:  # noqa: ARG002
+        if answer is True:
+            look.manifest = self._manifest
+        else:
+            self._ask(look, Get(look.keys.manifest), self._read_manifest)
+
+    def _read_manifest(self, look: _Look, answer: Answer, now: float) -> None:  # noqa: ARG002
+        if not isinstance(answer, bytes):
+            raise RunError(f"{look.keys.manifest} exists and cannot be read; use another prefix")
+        look.manifest = Manifest.decode(answer, look.keys.manifest)
+
+    def _listed_runs(self, look: _Look, answer: Answer, now: float) -> None:
+        assert isinstance(answer, list)
+        names = [key.removeprefix(RUNS).removesuffix(".json") for key in answer]
+        newest = max((int(name) for name in names if name.isdecimal()), default=1)
+        if newest > int(look.keys.run):
+            newer = self._look_at(RunKeys(str(newest)), now)
+            self._ask(newer, Get(newer.keys.manifest), self._read_manifest)
+
+    def _listed_units(self, look: _Look, answer: Answer, now: float) -> None:  # noqa: ARG002
+        look.units_claimed = bool(answer)
+
+    def _listed_learners(self, look: _Look, answer: Answer, now: float) -> None:
+        assert isinstance(answer, list)
+        for key in answer:
+            parsed = look.keys.parse_log(key)
+            if parsed is not None and parsed[2] == "main":
+                watched = look.learners.setdefault(parsed[:2], _Watched(key, since=now))
+                watched.key = key
+        if self._wanted is None:
+            for watched in look.learners.values():
+                self._ask(look, Get(watched.key), partial(self._read_log, watched))
+
+    def _read_log(self, watched: _Watched, look: _Look, answer: Answer, now: float) -> None:  # noqa: ARG002
+        if isinstance(answer, bytes):
+            watched.read(answer, now)
+
+    # -- deciding ----------------------------------------------------------------------------------------
+
+    def _consider(self, look: _Look, now: float) -> None:
+        if self._wanted is not None or look.manifest is self._manifest:
+            self._join(look)
+            return
+        lives = [watched.life(self._seen, now) for watched in look.learners.values()]
+        if not lives and look.units_claimed and now - look.began < LOOK_EVERY:
+            lives = [Life.UNSURE]  # claims may land before their owner's log does
+        ended = any(w.page is not None and w.page.left == "end" for w in look.learners.values())
+        step = decide(lives, look.anything_claimed, ended)
+        if step is Next.JOIN:
+            self._join(look)
+        elif step is Next.WAIT:
+            look.unanswered += 1
+            then = partial(self._answered, look, self._listed_learners)
+            self.asks.ask_at(now + LOOK_EVERY, List(look.keys.learners), then)
+        elif step is Next.FINISHED:
+            self.asks.fail(self._finished(look))
+        else:
+            self._open_next(look, now)
+
+    def _open_next(self, look: _Look, now: float) -> None:
+        following = RunKeys(str(int(look.keys.run) + 1))
+        self._notices.append(
+            f"run {look.keys.run} broke off: {len(look.learners)} learner(s), none alive and none at the end; "
+            f"opening run {following.run}, which hands out the whole plan again"
+        )
+        newer = self._look_at(following, now)
+        self._ask(newer, PutIfAbsent(newer.keys.manifest, self._manifest.encode()), self._created)
+
+    def _join(self, look: _Look) -> None:
+        assert look.manifest is not None
+        self._check(look.keys, look.manifest)
+        namesakes = (w.page for (name, _), w in look.learners.items() if name == self._owner.learner)
+        pages = [page for page in namesakes if page is not None]
+        twin = any(judge(page, self._seen(page.where), False, 0.0) is Life.ALIVE for page in pages)
+        late = look.anything_claimed and look.manifest is not self._manifest
+        peers = frozenset(look.learners)
+        self.joined = Joined(look.keys, look.manifest.run_id, peers, late, twin, tuple(self._notices))
+
+    def _check(self, keys: RunKeys, manifest: Manifest) -> None:
+        if manifest.protocol != PROTOCOL:
+            raise RunError(
+                f"{keys.manifest} speaks protocol {manifest.protocol}, this version {PROTOCOL}; "
+                "use one version of shardqueue on all nodes"
+            )
+        signature = manifest.plans.get(TRAIN)
+        if signature is None or not self._plan.matches(signature):
+            raise PlanMismatchError(
+                f"run {keys.run} was opened with another plan: {describe_signature(signature)}; "
+                f"this learner has {self._plan.describe()}. Give every node the same plan, or use another prefix"
+            )
+
+    def _finished(self, look: _Look) -> RunFinishedError:
+        run = look.keys.run
+        return RunFinishedError(
+            f"run {run} under this prefix is finished: all {len(self._plan)} units were handed out. "
+            f'To train again, use another prefix, or name a run: shared_queue(..., run="again-{int(run) + 1}")'
+        )
+
+
+def describe_signature(signature: dict[str, object] | None) -> str:
+    """One short line about a plan that is known by its signature alone."""
+    if signature is None:
+        return "no training plan"
+    arguments = signature.get("arguments")
+    if isinstance(arguments, dict):
+        kind = arguments.get("kind", "units")
+        inner = ", ".join(f"{name}={value}" for name, value in arguments.items() if name != "kind")
+        return f"{kind}({inner}): {signature.get('units')} units"
+    return f"{signature.get('units')} units with fingerprint {str(signature.get('fingerprint'))[:12]}"

@@ -1,0 +1,438 @@
+"""A learner's stay in a run: what counts as trained, how fast, and the log others can read.
+
+Owns the learner's `Book` and a thread that writes it to the mailbox every few seconds, so that neither a slow
+store nor a dead one ever slows training. Feeds report what they hand out; `step()` alone makes it trained. A
+feed without a session of the user's has one of its own, in which coming back for the next batch does.
+
+The log is for others: losing a write loses nothing, since the next one holds the same and more. Only the last
+one, which says how the learner left, is worth waiting for, and that not for long.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import warnings
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from shardqueue.clock import SystemClock
+from shardqueue.errors import (
+    ClosedError,
+    InvalidInputError,
+    MailboxError,
+    PassFinishedError,
+    ShardQueueError,
+    ShardQueueWarning,
+)
+from shardqueue.learner import LOG_EVERY, Book, learner_label, new_instance, this_process
+from shardqueue.mailbox import open_mailbox
+from shardqueue.throughput import Rates, Rolling
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from types import FrameType, TracebackType
+
+    from shardqueue.clock import Clock
+    from shardqueue.feed import Feed
+    from shardqueue.mailbox import Mailbox
+    from shardqueue.records import Left
+    from shardqueue.run import Joined
+    from shardqueue.units import Step
+
+T = TypeVar("T")
+
+logger = logging.getLogger("shardqueue")
+
+STEPLESS = 256
+"""Batches handed out without a single `step()` after which it is taken to have been forgotten."""
+FAREWELL = 10.0
+"""Seconds for which leaving tries to say so in the mailbox."""
+
+
+class Session:
+    """What one training process does in one run.
+
+    Use it as a context manager around the training loop; call `step` after each optimizer step:
+
+        with Session(mailbox, "node-a") as session, shared_queue(units, mailbox, "node-a", load) as queue:
+            for step, batch in queue:
+                ...
+                session.step(samples=len(batch))
+
+    Args:
+        mailbox: a URL, or any object with the verbs of `Mailbox`.
+        learner_id: a label for people; by default host, rank and pid.
+        log_every: seconds between two writes of the log.
+
+    Raises:
+        InvalidInputError: the learner id is out of grammar, or `log_every` is not positive.
+        MailboxError: the mailbox cannot be opened or cannot hold a queue.
+    """
+
+    def __init__(
+        self,
+        mailbox: str | os.PathLike[str] | Mailbox,
+        learner_id: str | None = None,
+        *,
+        log_every: float = LOG_EVERY,
+        clock: Clock | None = None,
+        _own: bool = False,
+    ) -> None:
+        if not log_every > 0:
+            raise InvalidInputError("log_every", log_every, "more than 0 seconds", f"pass {LOG_EVERY:g}")
+        self.learner_id = learner_label(learner_id)
+        self.instance = new_instance()
+        self.source = mailbox
+        self.mailbox = open_mailbox(mailbox)
+        self.clock = clock or SystemClock()
+        self.lock = threading.RLock()
+        self.joined: Joined | None = None
+        self._book = Book(self.learner_id, self.instance, "main", this_process())
+        self._rolling = Rolling()
+        self._log_every = log_every
+        self._implicit = _own
+        self._own = _own
+        self._stepped = False
+        self._tracking = 0
+        self._feeds: dict[str, Feed] = {}
+        self._finished: set[str] = set()
+        self._ended: Left = "early"
+        self._entered = self._closed = False
+        self._pid = os.getpid()
+        self._writer: _LogWriter | None = None
+        self._restore_signal: Any = None
+
+    # -- for the user ------------------------------------------------------------------------------------
+
+    def step(self, samples: int = 0, *, global_step: int | None = None) -> None:
+        """Every batch handed out so far is trained.
+
+        Args:
+            samples: how many samples those batches held, for throughput.
+            global_step: the optimizer step, if the loop counts them.
+
+        Raises:
+            InvalidInputError: `samples` is negative.
+            ClosedError: the session is not entered.
+        """
+        if samples < 0:
+            raise InvalidInputError("samples", samples, "0 or more", "pass the number of samples trained")
+        self._check_open()
+        with self.lock:
+            self._stepped, self._implicit = True, False
+            steps = self._train(samples, global_step)
+        self._tell(steps)
+
+    def track(self, loader: Iterable[T]) -> Iterator[T]:
+        """Yield what `loader` yields, noting what really reached the loop.
+
+        Goes outermost, around whatever moves or prefetches batches. Then a batch counts as handed out when it leaves
+        here, not when the queue gave it to the wrapper.
+
+        Raises:
+            LoadError: an item carries no step of a shared queue.
+        """
+        from shardqueue.tracking import steps_in  # only loops that track pay for it
+
+        self._check_open()
+        with self.lock:
+            self._tracking += 1
+        try:
+            iterator = iter(loader)
+            while True:
+                began = self.clock.monotonic()
+                try:
+                    item = next(iterator)
+                except StopIteration:
+                    self.came_back()
+                    return
+                self.came_back()
+                waited = self.clock.monotonic() - began
+                for step in steps_in(item):
+                    self._hand(step, waited)
+                    waited = 0.0
+                yield item
+        finally:
+            with self.lock:
+                self._tracking -= 1
+
+    @property
+    def rates(self) -> Rates:
+        """Batches, samples and seconds so far, and how fast."""
+        with self.lock:
+            now = self.clock.monotonic()
+            elapsed = self._rolling.elapsed(now)
+            batches, samples = self._rolling.recent(now)
+            return Rates(
+                batches=self._book.batches,
+                samples=self._book.samples,
+                elapsed=elapsed,
+                waited=self._book.waited,
+                samples_per_second=self._book.samples / elapsed if elapsed > 0 else 0.0,
+                recent_samples_per_second=samples,
+                recent_batches_per_second=batches,
+            )
+
+    @property
+    def run(self) -> str | None:
+        """Name of the run, once the first batch was asked for."""
+        return None if self.joined is None else self.joined.keys.run
+
+    def __enter__(self) -> Self:
+        if self._entered:
+            raise ClosedError("this session was entered before; make a new Session for another stay")
+        self._entered = True
+        _entered.add(self)
+        self._catch_sigterm()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._pid != os.getpid() or self._closed:
+            return
+        try:
+            for feed in list(self._feeds.values()):
+                feed.close(failed=error is not None)
+            self._say_what_was_forgotten(failed=error is not None)
+        finally:
+            self._closed = True
+            _entered.remove(self)
+            self._book.left = (
+                "error" if error is not None and not isinstance(error, GeneratorExit) else self._ended
+            )
+            if self._writer is not None:
+                self._writer.finish()
+            self._release_sigterm()
+
+    # -- for feeds ---------------------------------------------------------------------------------------
+
+    def admit(self, feed: Feed, pass_: str) -> None:
+        """A feed begins on a pass; an older one of ours on the same pass is closed."""
+        self._check_open()
+        older = self._feeds.pop(pass_, None)
+        if older is not None:
+            older.close(failed=False)
+        if pass_ in self._finished:
+            raise PassFinishedError(
+                f"learner {self.learner_id!r} has already iterated {pass_ or 'this pass'} of run {self.run} to "
+                'its end; use another mailbox prefix, or run="a-name", to train the plan again'
+            )
+        self._feeds[pass_] = feed
+
+    def dismiss(self, feed: Feed, pass_: str, ended: bool) -> None:
+        """A feed is over; `ended` because nothing was left to claim."""
+        if self._feeds.get(pass_) is feed:
+            del self._feeds[pass_]
+        self._ended = "end" if ended else "early"
+        if ended:
+            self._finished.add(pass_)
+
+    def attach(self, joined: Joined) -> None:
+        """The run is agreed on: the log begins."""
+        with self.lock:
+            if self.joined is not None:
+                return
+            self.joined = joined
+            self._book.run_id = joined.run_id
+            self._writer = _LogWriter(self)
+        self._writer.start()
+
+    def claimed(self, key: tuple[str, str, int]) -> None:
+        """An attempt at a unit is ours."""
+        with self.lock:
+            self._book.claim(key)
+
+    def released(self, key: tuple[str, str, int]) -> None:
+        """An attempt is over."""
+        with self.lock:
+            self._book.release(key)
+
+    def handed(self, step: Step, waited: float) -> None:
+        """A feed gave a batch to its consumer."""
+        if not self._tracking:
+            self._hand(step, waited)
+
+    def came_back(self) -> None:
+        """The consumer asks for the next batch."""
+        forgotten = False
+        with self.lock:
+            self._rolling.start(self.clock.monotonic())
+            if not self._implicit and not self._stepped and len(self._book.in_hand) >= STEPLESS:
+                self._implicit = forgotten = True
+            steps = self._train(0) if self._implicit else []
+        self._tell(steps)
+        if forgotten:
+            _warn_stepless(len(steps))
+
+    def settle(self, failed: bool) -> None:
+        """A feed is being left: decide about the batches its consumer has not come back from.
+
+        With `session.step()` it said what is trained. Without, leaving in order means that the loop's body is done;
+        leaving by an exception means that nobody knows.
+        """
+        with self.lock:
+            counts = not failed and (self._implicit or not self._stepped)
+            steps = self._train(0) if counts else []
+            forgotten = bool(steps) and not self._implicit
+        self._tell(steps)
+        if forgotten:
+            _warn_stepless(len(steps))
+
+    @property
+    def counts_coming_back(self) -> bool:
+        """Whether coming back for the next batch makes the last one trained."""
+        return self._implicit
+
+    def page(self) -> tuple[str, bytes]:
+        """The log's last page, as it is to be written now: key and bytes."""
+        with self.lock:
+            assert self.joined is not None
+            now = self.clock.monotonic()
+            page = self._book.page(
+                self.clock.wall(), self._rolling.elapsed(now), self._rolling.recent(now)[1]
+            )
+            return self.joined.keys.log(page.learner, page.instance, page.process, page.page), page.encode()
+
+    def wrote(self, clear: bool) -> None:
+        """The page was written, or it is not clear whether it was."""
+        with self.lock:
+            self._book.wrote(clear)
+
+    # -- inside ------------------------------------------------------------------------------------------
+
+    def _hand(self, step: Step, waited: float) -> None:
+        with self.lock:
+            self._book.hand(step, waited, self.clock.wall())
+
+    def _train(self, samples: int, global_step: int | None = None) -> list[Step]:
+        """What is in hand is trained; to be told to the feeds once the lock is released.
+
+        A feed holds its own lock while it reports to the session, so the session never calls one under its lock.
+        """
+        steps = self._book.train(samples, self.clock.wall(), global_step)
+        self._rolling.add(self.clock.monotonic(), len(steps), samples)
+        return steps
+
+    def _tell(self, steps: list[Step]) -> None:
+        for step in steps:
+            feed = self._feeds.get(step.pass_)
+            if feed is not None:
+                feed.trained(step)
+
+    def _check_open(self) -> None:
+        if self._pid != os.getpid():
+            raise ClosedError(
+                f"this session belongs to process {self._pid}; make one in each training process"
+            )
+        if not self._entered or self._closed:
+            raise ClosedError("this session is not entered; use it in a `with` block")
+
+    def _say_what_was_forgotten(self, failed: bool) -> None:
+        left = self._book.in_hand
+        if left and not failed and self._stepped:
+            names = ", ".join(sorted({step.unit for step in left})[:8])
+            warnings.warn(
+                f"{len(left)} batches (of {names}) were handed out and never followed by session.step(): they count "
+                "as not trained; call it after the last optimizer step, inside the `with` block",
+                ShardQueueWarning,
+                stacklevel=3,
+            )
+
+    def _catch_sigterm(self) -> None:
+        """A preemption notice ends the `with` block in order, where nobody else has plans for the signal."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            self._restore_signal = signal.signal(signal.SIGTERM, _leave)
+
+    def _release_sigterm(self) -> None:
+        if self._restore_signal is not None and signal.getsignal(signal.SIGTERM) is _leave:
+            signal.signal(signal.SIGTERM, self._restore_signal)
+        self._restore_signal = None
+
+
+def _warn_stepless(batches: int) -> None:
+    warnings.warn(
+        f"session.step() was never called for {batches} batches: taking each as trained when the loop comes back; "
+        "call session.step(samples=...) after each optimizer step",
+        ShardQueueWarning,
+        stacklevel=4,
+    )
+
+
+def _leave(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+    raise SystemExit(128 + number)
+
+
+class _Entered:
+    """The sessions entered in this process, by label."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sessions: list[Session] = []
+
+    def add(self, session: Session) -> None:
+        with self._lock:
+            self._sessions.append(session)
+
+    def remove(self, session: Session) -> None:
+        with self._lock, suppress(ValueError):
+            self._sessions.remove(session)
+
+    def find(self, learner_id: str, own: bool) -> Session | None:
+        """The latest session of that label: the user's, or (`own`) one a feed made for itself."""
+        with self._lock:
+            for session in reversed(self._sessions):
+                mine = session._pid == os.getpid() and session.learner_id == learner_id
+                if mine and session._own is own:
+                    return session
+        return None
+
+
+_entered = _Entered()
+find_session = _entered.find
+
+
+class _LogWriter:
+    """The thread that writes the log: at once, soon again, then every few seconds, and a last time."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._leaving = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="shardqueue-log", daemon=True)
+        self._told = False
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def finish(self) -> None:
+        self._leaving.set()
+        self._thread.join()
+
+    def _work(self) -> None:
+        every = self._session._log_every
+        pause = every / 8
+        self._write()
+        while not self._leaving.wait(pause):
+            pause = min(every, pause * 2)
+            self._write()
+        deadline = self._session.clock.monotonic() + FAREWELL
+        while not self._write() and self._session.clock.monotonic() < deadline:
+            threading.Event().wait(0.5)
+
+    def _write(self) -> bool:
+        key, data = self._session.page()
+        try:
+            self._session.mailbox.put(key, data)
+        except ShardQueueError as error:
+            self._session.wrote(clear=False)
+            if not self._told and not isinstance(error, MailboxError):
+                logger.warning("the log of %s cannot be written: %s", self._session.learner_id, error)
+            self._told = True
+            return False
+        self._session.wrote(clear=True)
+        return True

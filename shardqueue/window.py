@@ -1,0 +1,178 @@
+"""Which units are known to be claimed, and which of the others this learner would rather take.
+
+Learners work in a window of the plan that moves forward as its first units become claimed, which bounds how far
+they drift apart. Inside it, positions whose number is `rank` modulo `learners` are a learner's *home*: claimed
+from the near end without asking anybody. What is left of others' homes is stolen from the far end, at random,
+so that owner and thief meet only once. All of this is preference. A wrong number of learners, a stale listing or
+another learner's own order costs a lost race, never correctness.
+
+A position is a unit's place among the sorted identifiers, so that learners with orders of their own agree on it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardqueue.intervals import Intervals
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from random import Random
+
+    from shardqueue.plan import Plan
+
+DEPTH = 8
+"""Window depth, in units a learner."""
+LEAST_DEPTH = 2
+DRIFT = 0.05
+"""Share of the plan's steps a window may span."""
+
+
+class Window:
+    """What one learner knows of the claims on a plan.
+
+    Attributes:
+        known: positions known to be claimed, or being asked for by this learner.
+        listed: positions `[0]..[1]-1` were listed: those not in `known` are free as far as the listing knew.
+    """
+
+    def __init__(self, plan: Plan, random: Random) -> None:
+        self.plan = plan
+        self.known = Intervals()
+        self.listed = (0, 0)
+        self.learners, self.rank = 1, 0
+        self.careful = False
+        self._random = random
+        self._base = 0
+        self._front = self._stop = 0
+        self._stale = True
+
+    @property
+    def left(self) -> int:
+        """Units not known to be claimed."""
+        return len(self.plan) - len(self.known)
+
+    @property
+    def front(self) -> int:
+        """The first place, in the plan's own order, that is not known to be claimed."""
+        self._slide()
+        return self._front
+
+    @property
+    def stop(self) -> int:
+        """The place behind the window's last."""
+        self._slide()
+        return self._stop
+
+    def meet(self, learners: int, rank: int) -> None:
+        """There are `learners` in the run, and this one has place `rank` among them."""
+        self.learners, self.rank = learners, rank
+        self._stale = True
+
+    def start_at(self, place: int) -> None:
+        """Presume everything before `place` claimed; it is looked at again before the end."""
+        self._base = place
+        self._stale = True
+
+    def claimed(self, position: int, stop: int | None = None) -> None:
+        """The unit at `position`, or those at `[position, stop)`, are claimed by somebody."""
+        self.known.add(position, stop)
+        self._stale = True
+
+    def saw(self, positions: Iterable[int], start: int, stop: int) -> None:
+        """A listing of `[start, stop)` showed that of these only `positions`, ascending, are claimed."""
+        begin = end = -1
+        for position in positions:
+            if position != end:
+                self.known.add(begin, end)
+                begin = position
+            end = position + 1
+        self.known.add(begin, end)
+        self.listed = (start, stop)
+        self._stale = True
+
+    def home(self) -> int | None:
+        """The nearest position of this learner's home in the window that is not known to be claimed."""
+        self._slide()
+        known, listed = self.known, self.listed
+        for position in self._homes():
+            if position not in known and (not self.careful or listed[0] <= position < listed[1]):
+                return position
+        return None
+
+    def steal(self, unlisted: bool = False) -> int | None:
+        """A free position of the window's far half, at random; `unlisted`: also where no listing has looked."""
+        free = self._free(unlisted)
+        return self._random.choice(free[len(free) // 2 :]) if free else None
+
+    def largest(self) -> int | None:
+        """A free position in the window with the most batches, at random among equals."""
+        free = self._free(False)
+        if not free:
+            return None
+        weight = self.plan.weight
+        most = max(map(weight, free))
+        return self._random.choice([position for position in free if weight(position) == most])
+
+    def first_guess(self) -> int | None:
+        """Where to start while the other learners are not known: at random among the first units."""
+        self._slide()
+        plan = self.plan
+        stop = max(self._stop, min(len(plan), self._front + 64, self._front + max(8, len(plan) // 20)))
+        some = [p for p in map(plan.order, range(self._front, stop)) if p not in self.known]
+        return self._random.choice(some) if some else None
+
+    def unknown_from(self) -> int:
+        """The position from which a listing forward tells most."""
+        self._slide()
+        if self.plan.natural:
+            return self._front
+        window = map(self.plan.order, range(self._front, self._stop))
+        return min((p for p in window if p not in self.known), default=0)
+
+    def _homes(self) -> Iterator[int]:
+        if self.plan.natural:
+            first = self._front + (self.rank - self._front) % self.learners
+            return iter(range(first, self._stop, self.learners))
+        places = map(self.plan.order, range(self._front, self._stop))
+        return (p for p in places if p % self.learners == self.rank)
+
+    def _free(self, unlisted: bool) -> list[int]:
+        self._slide()
+        start, stop = (0, len(self.plan)) if unlisted else self.listed
+        if self.plan.natural:
+            gaps = self.known.gaps(max(start, self._front), min(stop, self._stop))
+            return [position for gap in gaps for position in range(*gap)]
+        places = map(self.plan.order, range(self._front, self._stop))
+        return [p for p in places if start <= p < stop and p not in self.known]
+
+    def _slide(self) -> None:
+        if not self._stale:
+            return
+        self._stale = False
+        self._front = self._first_unknown(self._base)
+        if self._front >= len(self.plan) and self._base:
+            # The end is reached: what was only presumed claimed must be looked at.
+            self._base, self.careful, self.listed = 0, True, (0, 0)
+            self._front = self._first_unknown(0)
+        self._stop = self._window_stop(self._front)
+
+    def _first_unknown(self, base: int) -> int:
+        if self.plan.natural:
+            return min(self.known.gap(base), len(self.plan))
+        place = max(base, self._front)
+        while place < len(self.plan) and self.plan.order(place) in self.known:
+            place += 1
+        return place
+
+    def _window_stop(self, front: int) -> int:
+        span, count = self.plan.span, len(self.plan)
+        low = min(count, front + LEAST_DEPTH * self.learners)
+        high = min(count, front + DEPTH * self.learners)
+        bound = span(front) + DRIFT * self.plan.steps if front < count else 0.0
+        if span(high) <= bound:
+            return high
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if span(middle) <= bound else (low, middle - 1)
+        return low
