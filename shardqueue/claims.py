@@ -277,7 +277,7 @@ class Claims:
         wanted = self.pace.wanted(now, self.tail)
         if wanted and self.pace.batch(now) is None and self.pace.started is None:
             # Nothing timed yet: a few more units hide the first claims' latency where there are plenty.
-            wanted = max(wanted, min(3, len(self.plan) // 200) + 1.0 - self.pace.ahead)
+            wanted = max(wanted, min(3, len(self.plan) // 64) + 1.0 - self.pace.ahead)
         return wanted
 
     def _pick(self, now: float) -> int | None:
@@ -287,7 +287,7 @@ class Claims:
         if not self._met:
             return window.first_guess()
         may_look = not self._scans or now >= self._next_scan
-        if window.learners > 1 and window.left <= LARGEST_FIRST * window.learners:
+        if window.learners > 1 and window.left <= LARGEST_FIRST * window.learners and window.uneven:
             position = self._stolen(window.largest)
             if position is not None or may_look:
                 return position
@@ -358,6 +358,7 @@ class Claims:
             return
         claim.state = State.LOST
         self._weigh(claim)
+        self._wanting = claim.decided if self._wanting is None else min(claim.decided, self._wanting)
         self._known_attempts.add((claim.identifier, claim.attempt))
         self._thefts = 0
         self._look_first = not (self._scans and now < self._next_scan)

@@ -27,8 +27,8 @@ about a minute (--quick: 20 s) and two cores; no GPU, no network.
 The result is a table and a JSON file with the process, start and end of every
 batch, from which the table's ratios are computed.
 
-exit code: 0; 1 when the fixed split did not take over 1.9 times the limit, the
-shared queue took 1.15 times or more, or a process failed; 2 for a wrong argument."""
+exit code: 0; 1 when the fixed split's ratio is not above 1.9 or the shared
+queue's not below 1.15, or a process failed; 2 for a wrong argument."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -16,6 +16,8 @@ FADE = 0.1
 """How fast a past maximum of a latency fades, per sample."""
 RECENT = 0.5
 """Weight of the newest batch in the average seconds a batch."""
+CLOSE = 1e-6
+"""Seconds that make no difference."""
 
 
 class Pace:
@@ -84,15 +86,16 @@ class Pace:
         if batch is None:
             return max(0.0, 1.0 - self.ahead)
         mark, work = self.low_water(now, tail), self.work(now)
-        if work > mark:
+        if work > mark + CLOSE:
             return 0.0
         return max(1.0 if tail else (REFILL * mark - work) / batch, 1e-6)
 
     def wake(self, now: float, tail: bool) -> float | None:
-        """When `wanted` becomes positive if nothing else happens; None when only an event can change it."""
+        """When `wanted` becomes positive if nothing else happens; None when it is, or only an event can make it so."""
         if self.started is None or self.batch(now) is None:
             return None
-        return now + max(0.0, self.work(now) - self.low_water(now, tail))
+        surplus = self.work(now) - self.low_water(now, tail)
+        return now + surplus if surplus > CLOSE else None
 
 
 def _faded_maximum(past: float, sample: float) -> float:

@@ -64,6 +64,13 @@ class Window:
         self._slide()
         return self._stop
 
+    @property
+    def uneven(self) -> bool:
+        """Whether units ahead differ in size."""
+        self._slide()
+        weight, order = self.plan.weight, self.plan.order
+        return self._front < len(self.plan) and weight(order(self._front)) != weight(order(len(self.plan) - 1))
+
     def meet(self, learners: int, rank: int) -> None:
         """There are `learners` in the run, and this one has place `rank` among them."""
         self.learners, self.rank = learners, rank
@@ -118,7 +125,7 @@ class Window:
         """Where to start while the other learners are not known: at random among the first units."""
         self._slide()
         plan = self.plan
-        stop = max(self._stop, min(len(plan), self._front + 64, self._front + max(8, len(plan) // 20)))
+        stop = max(self._stop, min(len(plan), self._front + max(8, len(plan) // 20)))
         some = [p for p in map(plan.order, range(self._front, stop)) if p not in self.known]
         return self._random.choice(some) if some else None
 

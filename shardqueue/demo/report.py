@@ -91,7 +91,7 @@ def _explained(document: Document, outcomes: list[Outcome]) -> str:
     fixed, shared = outcomes
     batches = sum(len(phase["batches"]) for phase in document["phases"])
     return (
-        f"Fixed split:  [bold]{fixed.ratio:.2f}[/] times the limit. Equal slices, and all wait for the straggler.\n"
+        f"Fixed split:  [bold]{fixed.ratio:.2f}[/] times the limit. Equal slices: all wait for the straggler.\n"
         f"Shared queue: [bold]{shared.ratio:.2f}[/] times the limit. Whoever is ready claims the next unit.\n"
         "The limit is all work over all speeds. The queue is told no speeds.\n\n"
         "[dim]The speeds are paced, so two cores suffice: a batch is computed at once, then\n"

@@ -1,0 +1,413 @@
+"""The real claiming code in virtual time: any nodes, speeds and latencies, in a fraction of the seconds.
+
+A driver around `Opening`, `Claims` and `Book`, as `feed` is one with threads: it polls the machines, performs their
+calls on a memory mailbox half-way through the call's latency, and reports the answers at its end. Loading takes
+no time, training a batch takes what the node's speed says. Everything is drawn from one seed.
+
+The driver knows nothing of the policy, so what it measures is what runs. What was trained is counted where it
+is trained, not taken from any log.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from itertools import count
+from random import Random
+from typing import TYPE_CHECKING
+
+from shardqueue.claims import Claims, Owner, State
+from shardqueue.errors import InvalidInputError, MailboxUnavailableError
+from shardqueue.learner import Book
+from shardqueue.mailbox.memory import MemoryMailbox
+from shardqueue.plan import Plan
+from shardqueue.records import PROTOCOL, Manifest, Process
+from shardqueue.run import TRAIN, Opening
+from shardqueue.units import Step
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from shardqueue.asks import Ask
+    from shardqueue.claims import Claim
+    from shardqueue.mailbox import Mailbox
+    from shardqueue.run import Joined
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A learner to simulate.
+
+    Attributes:
+        speed: batches it trains while a node of speed 1 trains one.
+        joins: when it starts, in seconds.
+        changes: (second, speed) pairs, ascending: from then on it has that speed; 0 is a pause.
+        dies: when it is killed, or None.
+        leaves: when it leaves in order, giving back what it holds, or None.
+    """
+
+    speed: float = 1.0
+    joins: float = 0.0
+    changes: tuple[tuple[float, float], ...] = ()
+    dies: float | None = None
+    leaves: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.speed > 0:
+            raise InvalidInputError("speed", self.speed, "more than 0", "leave a node out that does nothing")
+
+    def done(self, until: float) -> float:
+        """Seconds of work of a node of speed 1 that it can do from its start `until` then."""
+        speed, at, work = self.speed, self.joins, 0.0
+        for change, then in (*self.changes, (float("inf"), 0.0)):
+            work += speed * max(0.0, min(change, until) - at)
+            speed, at = then, max(at, min(change, until))
+        return work
+
+    def finish(self, start: float, work: float) -> float:
+        """When `work` seconds of a node of speed 1, begun at `start`, are done; infinity if never."""
+        speed, at = self.speed, start
+        for change, then in self.changes:
+            if change <= at:
+                speed = then
+                continue
+            if speed * (change - at) >= work:
+                break
+            work -= speed * (change - at)
+            speed, at = then, change
+        return at + work / speed if speed > 0 else float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a simulated run came to.
+
+    Attributes:
+        makespan: when the last batch was trained, in seconds; start-up is counted.
+        limit: total work over total speed: nobody ever idles, from its start on.
+        fixed: makespan of an equal split made up front.
+        batches: trained, by node.
+        units: claimed, by node.
+        idle: seconds without a batch before the makespan, by node.
+        requests: mailbox calls by verb.
+        claim_requests: of those, all but the logs' writes.
+        trained: how often each (unit, batch of the unit) was trained.
+        drift: the largest distance between two learners' dataset steps at one time, as a share of the plan.
+    """
+
+    makespan: float
+    limit: float
+    fixed: float
+    batches: tuple[int, ...]
+    units: tuple[int, ...]
+    idle: tuple[float, ...]
+    requests: dict[str, int]
+    claim_requests: int
+    trained: Counter[tuple[str, int]]
+    drift: float
+    errors: tuple[Exception, ...] = ()
+
+    @property
+    def ratio(self) -> float:
+        """Makespan over the limit."""
+        return self.makespan / self.limit
+
+
+@dataclass(slots=True)
+class _World:
+    """The clock, what is to happen, and what did."""
+
+    mailbox: Mailbox
+    latency: Callable[[], float]
+    now: float = 0.0
+    events: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
+    tick: count[int] = field(default_factory=count)
+    requests: Counter[str] = field(default_factory=Counter)
+    trained: Counter[tuple[str, int]] = field(default_factory=Counter)
+    places: dict[int, float] = field(default_factory=dict)
+    drift: float = 0.0
+
+    def at(self, when: float, do: Callable[[], None]) -> None:
+        heapq.heappush(self.events, (when, next(self.tick), do))
+
+    def run(self) -> None:
+        while self.events:
+            self.now, _, do = heapq.heappop(self.events)
+            do()
+
+    def moved(self, who: int, place: float) -> None:
+        self.places[who] = place
+        if next(self.tick) % 64 == 0:
+            self.drift = max(self.drift, max(self.places.values()) - min(self.places.values()))
+
+
+class _Learner:
+    """One node: the machines of a learner and its consumer, driven by events."""
+
+    def __init__(self, world: _World, plan: Plan, node: Node, index: int, seconds: float, seed: int) -> None:
+        self.node, self.index = node, index
+        self.busy = self.ended = 0.0
+        self.batches = 0
+        self.done = self.dead = self.consumed = False
+        self._world, self._plan, self._seconds = world, plan, seconds
+        self._owner = Owner(f"node-{index:04d}", f"{index:06x}")
+        where = Process(host=f"node-{index}", boot="virtual", pid=index, started="0")
+        self.book = Book(self._owner.learner, self._owner.instance, "main", where)
+        self._random = Random(seed * 1_000_003 + index)
+        self._nonces = count()
+        self._queue: deque[Claim] = deque()
+        self._running = False
+        self._wake: float | None = None
+        self.claims: Claims | None = None
+        self._opening = Opening(
+            plan, self._manifest(), self._owner, None, seen=lambda _: None, random=self._random
+        )
+        world.at(node.joins, self.turn)
+        if node.dies is not None:
+            world.at(node.dies, self._die)
+        if node.leaves is not None:
+            world.at(node.leaves, self._leave)
+
+    @property
+    def error(self) -> Exception | None:
+        return self._machine.asks.error
+
+    @property
+    def _machine(self) -> Opening | Claims:
+        return self.claims or self._opening
+
+    def _manifest(self) -> Manifest:
+        return Manifest(
+            protocol=PROTOCOL,
+            run_id=f"virtual-{self.index}",
+            plans={TRAIN: self._plan.signature()},
+            opened_by=self._owner.learner,
+            wall=0.0,
+        )
+
+    def turn(self) -> None:
+        """As the feed's driving thread: calls out, won claims in, sleep until the next wake."""
+        if self.dead:
+            return
+        world = self._world
+        machine = self._machine
+        for ask in machine.poll(world.now):
+            self._send(machine, ask)
+        if self.claims is None and self._opening.joined is not None:
+            self._begin(self._opening.joined)
+            return
+        if self.claims is not None:
+            for claim in self.claims.take_won():
+                self._load(claim)
+            for claim in self.claims.take_proven():
+                self.book.claim((self.claims.keys.name, claim.identifier, claim.attempt))
+            if not self._running:
+                self._take()
+            self.done = self.claims.exhausted and self.claims.asks.idle
+        wake = machine.wake(world.now)
+        if wake is not None and (self._wake is None or wake < self._wake - 1e-9):
+            self._wake = wake
+            world.at(max(wake, world.now), self._woken)
+
+    def _woken(self) -> None:
+        self._wake = None
+        self.turn()
+
+    def _begin(self, joined: Joined) -> None:
+        self.claims = Claims(
+            self._plan,
+            joined.keys,
+            joined.keys.pass_keys(),
+            self._owner,
+            nonce=lambda: f"{self.index}-{next(self._nonces)}",
+            random=self._random,
+            joined_late=joined.late,
+        )
+        self.claims.met(set(joined.peers))
+        self.book.run_id = joined.run_id
+        self.write_log()
+        self.turn()
+
+    def _send(self, machine: Opening | Claims, ask: Ask) -> None:
+        world = self._world
+        latency = world.latency()
+        answer: list[object] = []
+
+        def effect() -> None:
+            world.requests[type(ask.call).__name__] += 1
+            try:
+                answer.append(ask.call.perform(world.mailbox))
+            except MailboxUnavailableError as error:
+                answer.append(error)
+
+        def hear() -> None:
+            if isinstance(answer[0], Exception):
+                machine.asks.failed(ask, answer[0], world.now)
+            else:
+                machine.asks.answered(ask, answer[0], world.now)  # type: ignore[arg-type]
+            self.turn()
+
+        world.at(world.now + latency / 2, effect)
+        world.at(world.now + latency, hear)
+
+    def write_log(self) -> None:
+        """Write the log page half a call from now."""
+        world = self._world
+        page = self.book.page(world.now, world.now, 0.0)
+        assert self.claims is not None
+        key = self.claims.run.log(page.learner, page.instance, page.process, page.page)
+        self.book.wrote(clear=True)
+
+        def effect() -> None:
+            world.requests["Put"] += 1
+            world.mailbox.put(key, page.encode())
+
+        world.at(world.now + world.latency() / 2, effect)
+
+    def _load(self, claim: Claim) -> None:
+        assert self.claims is not None
+        size = (self._plan.batches(claim.position) or 1) - claim.begin
+        self._queue.append(claim)
+        self.claims.loaded(claim, size)
+
+    def _take(self) -> None:
+        claims, world = self.claims, self._world
+        assert claims is not None
+        while self._queue and self._queue[0].handed >= self._queue[0].size:
+            self._queue.popleft()
+        if not self._queue or self._queue[0].state is not State.OURS or claims.stopped:
+            return
+        claim = self._queue[0]
+        index = claim.begin + claim.handed
+        claims.handed(claim, world.now)
+        self.book.hand(Step(0, claim.identifier, claim.attempt, index), 0.0, world.now)
+        world.moved(self.index, self._plan.span(claim.position) if self._plan.natural else 0.0)
+        end = self.node.finish(world.now, self._seconds)
+        self._running = True
+        began = world.now
+        if end != float("inf"):
+            world.at(end, lambda: self._trained(claim, index, began))
+
+    def _trained(self, claim: Claim, index: int, began: float) -> None:
+        if self.dead:
+            return
+        claims, world = self.claims, self._world
+        assert claims is not None
+        world.trained[claim.identifier, index] += 1
+        self.busy += world.now - began
+        self.batches += 1
+        self.ended = world.now
+        claims.pace.asked(world.now)
+        claim.trained += 1
+        self.book.train(1, world.now)
+        if claim.finished:
+            claims.settle(claim)
+            self.book.release(("", claim.identifier, claim.attempt))
+        self._running = False
+        self._take()
+        self.turn()
+
+    def _die(self) -> None:
+        self.dead = True
+        self._world.places.pop(self.index, None)
+
+    def _leave(self) -> None:
+        """Leave in order: nothing new, then give back what is not trained (the running batch is finished)."""
+        claims, world = self.claims, self._world
+        if claims is None:
+            self.dead = True
+            return
+        claims.stop()
+        if claims.asks.in_flight or self._running:
+            world.at(world.now + max(world.latency(), 1e-3), self._leave)
+            return
+        for call in claims.give_back("early"):
+            world.requests["PutIfAbsent"] += 1
+            call.perform(world.mailbox)
+        self.dead = True
+        self._world.places.pop(self.index, None)
+
+
+def simulate(
+    units: Mapping[str, object],
+    nodes: Sequence[Node],
+    *,
+    batch_seconds: float = 1.0,
+    latency: float | Callable[[], float] = 0.0,
+    log_every: float = 0.0,
+    seed: int = 0,
+    mailbox: Mailbox | None = None,
+) -> Outcome:
+    """Run one pass of `units` over `nodes` in virtual time.
+
+    Args:
+        units: the plan.
+        nodes: who trains.
+        batch_seconds: what a batch takes a node of speed 1.
+        latency: seconds a mailbox call takes, or a function that draws them.
+        log_every: seconds between two writes of a log after the first; 0 for none.
+        seed: of everything that is drawn.
+        mailbox: instead of an empty one in memory; wrap one to inject faults.
+
+    Raises:
+        InvalidInputError: there is no node, or `batch_seconds` is not positive.
+    """
+    if not nodes:
+        raise InvalidInputError("nodes", nodes, "at least one node", "pass [Node()]")
+    if not batch_seconds > 0:
+        raise InvalidInputError("batch_seconds", batch_seconds, "more than 0", "pass 1.0")
+    plan = Plan(units)
+    draw = latency if callable(latency) else lambda: latency
+    world = _World(MemoryMailbox() if mailbox is None else mailbox, draw)
+    learners = [_Learner(world, plan, node, index, batch_seconds, seed) for index, node in enumerate(nodes)]
+    if log_every > 0:
+        for learner in learners:
+            _log_on(world, learner, log_every)
+    world.run()
+    return _outcome(world, plan, nodes, learners, batch_seconds)
+
+
+def _limit(nodes: Sequence[Node], work: float) -> float:
+    """When `work` seconds of a node of speed 1 are done if nobody ever idles."""
+    low, high = 0.0, 1.0
+    while sum(node.done(high) for node in nodes) < work:
+        high *= 2.0
+        if high > 1e15:
+            return float("inf")
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (low, middle) if sum(node.done(middle) for node in nodes) >= work else (middle, high)
+    return high
+
+
+def _log_on(world: _World, learner: _Learner, every: float) -> None:
+    def write() -> None:
+        if learner.dead or learner.done:
+            return
+        if learner.claims is not None:
+            learner.write_log()
+        world.at(world.now + every, write)
+
+    world.at(learner.node.joins + every, write)
+
+
+def _outcome(
+    world: _World, plan: Plan, nodes: Sequence[Node], learners: list[_Learner], seconds: float
+) -> Outcome:
+    batches = sum(plan.batches(position) or 1 for position in range(len(plan)))
+    makespan = max(learner.ended for learner in learners)
+    share = batches * seconds / len(nodes)
+    return Outcome(
+        makespan=makespan,
+        limit=_limit(nodes, batches * seconds),
+        fixed=max(node.finish(node.joins, share) for node in nodes),
+        batches=tuple(learner.batches for learner in learners),
+        units=tuple(learner.book.claimed for learner in learners),
+        idle=tuple(makespan - learner.busy for learner in learners),
+        requests=dict(world.requests),
+        claim_requests=sum(world.requests.values()) - world.requests["Put"],
+        trained=world.trained,
+        drift=world.drift / plan.steps,
+        errors=tuple(learner.error for learner in learners if learner.error is not None),
+    )

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardqueue.errors import InvalidInputError, MailboxRefusedError
+from shardqueue.mailbox import open_mailbox
+from shardqueue.mailbox.memory import MemoryMailbox
+
+
+@pytest.mark.parametrize("form", ["{}", "file://{}", "local://{}", "FILE://{}"])
+def test_paths(tmp_path: Path, form: str) -> None:
+    mailbox = open_mailbox(form.format(tmp_path / "a b" / "c%20d"))
+    mailbox.put("k", b"1")
+    assert (tmp_path / "a b" / "c%20d" / "k").read_bytes() == b"1"
+
+
+def test_path_objects(tmp_path: Path) -> None:
+    assert repr(open_mailbox(tmp_path / "a::b")) == f"FileMailbox({str(tmp_path / 'a::b')!r})"
+
+
+def test_relative_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    open_mailbox("run/1")
+    open_mailbox("./run/2")
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["1", "2"]
+
+
+@pytest.mark.parametrize("form", ["~/run", Path("~/run")], ids=repr)
+def test_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: Any) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    open_mailbox(form)
+    assert (tmp_path / "run").is_dir()
+
+
+def test_a_mailbox_is_itself() -> None:
+    class Own:
+        def put_if_absent(self, key: str, data: bytes) -> bool:
+            return True
+
+        def get(self, key: str) -> bytes | None:
+            return None
+
+        def list(self, prefix: str, after: str = "", limit: int | None = None) -> list[str]:
+            return []
+
+        def put(self, key: str, data: bytes) -> None: ...
+
+        def delete(self, keys: Any) -> None: ...
+
+    own = Own()
+    assert open_mailbox(own) is own
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("simplecache::s3://bucket/x", "cache"),
+        ("filecache::memory://x", "cache"),
+        ("simplecache:///x", "cache"),
+        ("zip://x::s3://bucket/x", "cache"),
+        ("gs://bucket/x", "not supported yet"),
+        ("gcs://bucket/x", "not supported yet"),
+        ("az://bucket/x", "not supported yet"),
+        ("abfs://bucket/x", "not supported yet"),
+        ("abfss://bucket/x", "not supported yet"),
+        ("sftp://host/x", "check-then-act"),
+        ("http://host/x", "cannot create"),
+        ("https://host/x", "cannot create"),
+        ("hf://datasets/x", "cannot create"),
+        ("smb://host/x", "mount it"),
+        ("hdfs://host/x", "mount it"),
+        ("webhdfs://host/x", "mount it"),
+        ("github://x", "no exclusive create is known"),
+        ("made-up+scheme://x", "no exclusive create is known"),
+    ],
+)
+def test_refused(url: str, reason: str) -> None:
+    with pytest.raises(MailboxRefusedError, match=reason) as caught:
+        open_mailbox(url)
+    assert "s3://bucket/prefix" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["", "  ", "s3:/bucket/x", "file://host/x", "file://", None, 3, ["/x"]], ids=repr
+)
+def test_malformed(url: Any) -> None:
+    with pytest.raises(InvalidInputError):
+        open_mailbox(url)
+
+
+def test_options_belong_to_buckets(tmp_path: Path) -> None:
+    for url in (tmp_path, "memory://x", MemoryMailbox()):
+        with pytest.raises(InvalidInputError, match=r"storage_options=\['secret'\]"):
+            open_mailbox(url, secret="hush")
+
+
+def test_importing_is_light() -> None:
+    program = (
+        "import sys, shardqueue.mailbox as m, shardqueue.mailbox.objects, shardqueue.mailbox.files\n"
+        "import shardqueue.mailbox.faults, shardqueue.mailbox.probe\n"
+        "m.open_mailbox('memory://x')\n"
+        "print(sorted({'fsspec', 's3fs', 'torch', 'lightning', 'asyncio', 'numpy'} & set(sys.modules)))"
+    )
+    command = [sys.executable, "-c", program]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "[]\n"
