@@ -30,7 +30,7 @@ from shardqueue.records import BackRecord, ClaimRecord, LogPage
 from shardqueue.window import Window
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from random import Random
 
     from shardqueue.asks import Ask
@@ -46,6 +46,8 @@ TAIL = 2
 """The tail begins when fewer than TAIL units a learner are left."""
 LARGEST_FIRST = 4
 """With fewer units a learner left than this, the largest known free unit goes first."""
+GRADING = 4
+"""The others' speeds are first read when (GRADING x learners squared) units are known to be claimed."""
 THEFTS = 8
 """Steals one listing may serve, at most; fewer when few units a learner are left."""
 PLENTY = 1e6
@@ -93,6 +95,21 @@ class Claim:
     def finished(self) -> bool:
         """Whether every batch is trained."""
         return self.loaded and self.trained >= self.size
+
+
+def home_weights(grades: Sequence[int | None]) -> list[int]:
+    """Return each learner's share of the positions, as small whole numbers in proportion to speed.
+
+    `grades` are `Pace.grade`s; who has none counts as the slowest known. The slowest has weight 4, so that a half
+    octave is told apart; beyond 64 times that, a learner is taken to be no faster.
+    """
+    known = [grade for grade in grades if grade is not None]
+    if not known:
+        return [1] * len(grades)
+    slowest = min(known)
+    return [
+        round(4 * 2.0 ** (min(12, (slowest if grade is None else grade) - slowest) / 2)) for grade in grades
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +160,10 @@ class Claims:
         self._proven: list[Claim] = []
         self._twins: list[LogPage] = []
         self._peers: set[tuple[str, str]] = set()
+        self._gone: set[tuple[str, str]] = set()
+        self._grades: dict[tuple[str, str], int] = {}
+        self._reading = 0
+        self._graded_at = 0
         self._sequence = 0
         self._asking = 0
         self._looking = False
@@ -164,9 +185,9 @@ class Claims:
         """These learners, as (learner, instance), have a log in the run."""
         me = (self.owner.learner, self.owner.instance)
         self._peers |= instances
-        everybody = sorted(instances | {me})
+        everybody = sorted((instances | {me}) - self._gone)
         self._met = self._met or len(everybody) > 1
-        self.window.meet(len(everybody), everybody.index(me))
+        self.window.meet(home_weights([self._grades.get(peer) for peer in everybody]), everybody.index(me))
 
     def handed(self, claim: Claim, now: float) -> None:
         """One batch of `claim` went to the consumer."""
@@ -424,6 +445,27 @@ class Claims:
             if twin and (learner, instance) not in self._peers:
                 self.asks.ask(Get(key), partial(self._read_twin, key))
         self.met({log[:2] for log in logs.values()})
+        self._grade_when_due({log[:2]: key for key, log in logs.items() if log[2] == "main"})
+
+    def _grade_when_due(self, pages: dict[tuple[str, str], str]) -> None:
+        """Read how fast the others are: P reads, each time the claims on the plan have doubled since the last."""
+        claimed = len(self.window.known)
+        if self._reading or claimed < max(2 * self._graded_at, GRADING * len(pages) ** 2):
+            return
+        self._graded_at = claimed
+        self._reading = len(pages)
+        for peer, key in pages.items():
+            self.asks.ask(Get(key), partial(self._read_grade, peer, key))
+
+    def _read_grade(self, peer: tuple[str, str], key: str, answer: Answer, now: float) -> None:  # noqa: ARG002
+        self._reading -= 1
+        page = LogPage.decode(answer, key) if isinstance(answer, bytes) else None
+        if page is not None and page.left is not None:
+            self._gone.add(peer)
+        if page is not None and page.grade is not None:
+            self._grades[peer] = page.grade
+        if not self._reading:
+            self.met(self._peers)
 
     def _read_twin(self, key: str, answer: Answer, now: float) -> None:  # noqa: ARG002
         if isinstance(answer, bytes):

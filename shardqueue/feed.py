@@ -183,6 +183,12 @@ class Feed:
         nothing_waits = not (self._buffer or self._to_load or self._loading)
         return claims is not None and claims.exhausted and nothing_waits
 
+    @property
+    def grade(self) -> int | None:
+        """How fast the consumer is, for the log."""
+        with self._lock:
+            return None if self._claims is None else self._claims.pace.grade
+
     def trained(self, step: Step) -> None:
         """One batch that was handed out is trained."""
         with self._lock:

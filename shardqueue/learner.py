@@ -161,6 +161,7 @@ class Book:
     batches: int = 0
     samples: int = 0
     waited: float = 0.0
+    grade: int | None = None
     left: Left | None = None
     _held: dict[tuple[str, str, int], None] = field(default_factory=dict)
     _handed: list[_Handed] = field(default_factory=list)
@@ -218,6 +219,7 @@ class Book:
                 waited=self.waited,
             ),
             rate=rate,
+            grade=self.grade,
             trained=[span.frozen() for span in self._spans],
             held=[HeldClaim(*key) for key in self._held],
             left=self.left,

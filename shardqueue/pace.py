@@ -8,6 +8,8 @@ for a misjudged batch is dropped: there a claim too early costs the makespan wha
 
 from __future__ import annotations
 
+from math import log2
+
 MARGIN = 1.3
 """Low-water mark over the measured latency of a claim."""
 REFILL = 2.5
@@ -16,6 +18,8 @@ FADE = 0.1
 """How fast a past maximum of a latency fades, per sample."""
 RECENT = 0.5
 """Weight of the newest batch in the average seconds a batch."""
+STICKY = 0.8
+"""Half octaves by which the speed must differ from its grade before the grade follows."""
 CLOSE = 1e-6
 """Seconds that make no difference."""
 
@@ -23,16 +27,20 @@ CLOSE = 1e-6
 class Pace:
     """Moving estimates: seconds a batch, seconds a claim, batches in hand.
 
-    `ahead` counts batches that are claimed, or asked for, and not handed out yet; its owner adds and takes away.
+    Attributes:
+        ahead: batches claimed, or asked for, and not handed out yet; its owner adds and takes away.
+        grade: batches a second in half octaves (0 is one a second, 4 is four), None until some were timed. It
+            changes only when the speed is well outside the old one, so that all who read it agree for long.
     """
 
-    __slots__ = ("_batch", "_load_batch", "ahead", "claim_seconds", "load_seconds", "started")
+    __slots__ = ("_batch", "_load_batch", "ahead", "claim_seconds", "grade", "load_seconds", "started")
 
     def __init__(self) -> None:
         self.ahead = 0.0
         self.started: float | None = None
         self.claim_seconds = 0.0
         self.load_seconds = 0.0
+        self.grade: int | None = None
         self._batch: float | None = None
         self._load_batch = 0.0
 
@@ -46,6 +54,7 @@ class Pace:
             took = now - self.started
             self._batch = took if self._batch is None else self._batch + RECENT * (took - self._batch)
             self.started = None
+            self._grade(now)
 
     def claimed(self, seconds: float) -> None:
         """A claim took `seconds` from the decision until it was proven ours."""
@@ -96,6 +105,11 @@ class Pace:
             return None
         surplus = self.work(now) - self.low_water(now, tail)
         return now + surplus if surplus > CLOSE else None
+
+    def _grade(self, now: float) -> None:
+        exact = -2.0 * log2(self.batch(now) or 1.0)
+        if self.grade is None or abs(exact - self.grade) > STICKY:
+            self.grade = round(exact)
 
 
 def _faded_maximum(past: float, sample: float) -> float:

@@ -216,7 +216,7 @@ class LogPage(_Record, frozen=True, tag="shardqueue.log", kw_only=True):
     """One page of a process's log; a reader takes the union of all its pages.
 
     `write` counts writes, so that two readings tell whether the owner is alive; `rate` is samples a second
-    over the last minute.
+    over the last minute; `grade` is `pace.Pace.grade`, by which homes are shared out.
     """
 
     what: ClassVar[str] = "a learner's log"
@@ -230,6 +230,7 @@ class LogPage(_Record, frozen=True, tag="shardqueue.log", kw_only=True):
     wall: float
     totals: Totals
     rate: float
+    grade: int | None = None
     trained: list[TrainedSpan]
     held: list[HeldClaim]
     left: Left | None = None

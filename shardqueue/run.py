@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from shardqueue.asks import PATIENCE, Asks
 from shardqueue.errors import PlanMismatchError, RunError, RunFinishedError
-from shardqueue.learner import Life, judge
+from shardqueue.learner import SILENCE, Life, judge
 from shardqueue.mailbox.calls import Get, List, PutIfAbsent
 from shardqueue.records import PROTOCOL, RUNS, LogPage, Manifest, RunKeys
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from shardqueue.plan import Plan
     from shardqueue.records import Process
 
-LOOK_EVERY = 1.0
-"""Seconds between two looks at a log that may or may not change."""
+LOOK_SOON, LOOK_EVERY = 0.02, 1.0
+"""Seconds between two looks at a log that may or may not change: at first, and at most."""
 TRAIN = "train"
 """The name of the training plan in a manifest."""
 
@@ -111,6 +111,7 @@ class _Look:
     keys: RunKeys
     began: float
     unanswered: int = 0
+    pause: float = LOOK_SOON
     manifest: Manifest | None = None
     units_claimed: bool = False
     learners: dict[tuple[str, str], _Watched] = field(default_factory=dict)
@@ -235,8 +236,8 @@ class Opening:
             self._join(look)
             return
         lives = [watched.life(self._seen, now) for watched in look.learners.values()]
-        if not lives and look.units_claimed and now - look.began < LOOK_EVERY:
-            lives = [Life.UNSURE]  # claims may land before their owner's log does
+        if not lives and look.units_claimed and now - look.began < SILENCE:
+            lives = [Life.UNSURE]  # a first claim may land before its owner's log does
         ended = any(w.page is not None and w.page.left == "end" for w in look.learners.values())
         step = decide(lives, look.anything_claimed, ended)
         if step is Next.JOIN:
@@ -244,7 +245,8 @@ class Opening:
         elif step is Next.WAIT:
             look.unanswered += 1
             then = partial(self._answered, look, self._listed_learners)
-            self.asks.ask_at(now + LOOK_EVERY, List(look.keys.learners), then)
+            self.asks.ask_at(now + look.pause, List(look.keys.learners), then)
+            look.pause = min(LOOK_EVERY, 2 * look.pause)
         elif step is Next.FINISHED:
             self.asks.fail(self._finished(look))
         else:

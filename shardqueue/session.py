@@ -289,7 +289,9 @@ class Session:
 
     def page(self) -> tuple[str, bytes]:
         """The log's last page, as it is to be written now: key and bytes."""
+        grades = [feed.grade for feed in list(self._feeds.values())]
         with self.lock:
+            self._book.grade = next((grade for grade in grades if grade is not None), self._book.grade)
             assert self.joined is not None
             now = self.clock.monotonic()
             page = self._book.page(

@@ -254,8 +254,9 @@ class _Learner:
     def write_log(self) -> None:
         """Write the log page half a call from now."""
         world = self._world
-        page = self.book.page(world.now, world.now, 0.0)
         assert self.claims is not None
+        self.book.grade = self.claims.pace.grade
+        page = self.book.page(world.now, world.now, 0.0)
         key = self.claims.run.log(page.learner, page.instance, page.process, page.page)
         self.book.wrote(clear=True)
 

@@ -1,25 +1,35 @@
 """Which units are known to be claimed, and which of the others this learner would rather take.
 
 Learners work in a window of the plan that moves forward as its first units become claimed, which bounds how far
-they drift apart. Inside it, positions whose number is `rank` modulo `learners` are a learner's *home*: claimed
-from the near end without asking anybody. What is left of others' homes is stolen from the far end, at random,
-so that owner and thief meet only once. All of this is preference. A wrong number of learners, a stale listing or
-another learner's own order costs a lost race, never correctness.
+they drift apart. Inside it, each learner has a *home*, a share of the positions in proportion to its speed as far
+as that is known: claimed from the near end without asking anybody. What is left of others' homes is stolen from
+the far end, at random, so that owner and thief meet only once. All of this is preference. A wrong number of
+learners, a stale listing or another learner's own order costs a lost race, never correctness.
 
 A position is a unit's place among the sorted identifiers, so that learners with orders of their own agree on it.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import TYPE_CHECKING
 
 from shardqueue.intervals import Intervals
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
     from random import Random
 
     from shardqueue.plan import Plan
+
+
+def share_out(weights: Sequence[int]) -> list[int]:
+    """Return a cycle of positions, each given to one learner, as often as its weight says and evenly spread."""
+    turns = [
+        ((turn + 0.5) / weight, learner) for learner, weight in enumerate(weights) for turn in range(weight)
+    ]
+    return [learner for _, learner in sorted(turns)]
+
 
 DEPTH = 8
 """Window depth, in units a learner."""
@@ -40,7 +50,8 @@ class Window:
         self.plan = plan
         self.known = Intervals()
         self.listed = (0, 0)
-        self.learners, self.rank = 1, 0
+        self.learners = 1
+        self._home, self._cycle = [0], 1
         self.careful = False
         self._random = random
         self._base = 0
@@ -69,11 +80,15 @@ class Window:
         """Whether units ahead differ in size."""
         self._slide()
         weight, order = self.plan.weight, self.plan.order
-        return self._front < len(self.plan) and weight(order(self._front)) != weight(order(len(self.plan) - 1))
+        return self._front < len(self.plan) and weight(order(self._front)) != weight(
+            order(len(self.plan) - 1)
+        )
 
-    def meet(self, learners: int, rank: int) -> None:
-        """There are `learners` in the run, and this one has place `rank` among them."""
-        self.learners, self.rank = learners, rank
+    def meet(self, weights: list[int], me: int) -> None:
+        """The run has learners of these weights; this one is number `me` among them."""
+        table = share_out(weights)
+        self.learners, self._cycle = len(weights), len(table)
+        self._home = [place for place, owner in enumerate(table) if owner == me]
         self._stale = True
 
     def start_at(self, place: int) -> None:
@@ -138,11 +153,20 @@ class Window:
         return min((p for p in window if p not in self.known), default=0)
 
     def _homes(self) -> Iterator[int]:
-        if self.plan.natural:
-            first = self._front + (self.rank - self._front) % self.learners
-            return iter(range(first, self._stop, self.learners))
-        places = map(self.plan.order, range(self._front, self._stop))
-        return (p for p in places if p % self.learners == self.rank)
+        home, cycle = self._home, self._cycle
+        if not self.plan.natural:
+            own, places = set(home), map(self.plan.order, range(self._front, self._stop))
+            yield from (position for position in places if position % cycle in own)
+            return
+        turn = bisect_left(home, self._front % cycle)
+        base = self._front - self._front % cycle
+        while True:
+            if turn == len(home):
+                turn, base = 0, base + cycle
+            if base + home[turn] >= self._stop:
+                return
+            yield base + home[turn]
+            turn += 1
 
     def _free(self, unlisted: bool) -> list[int]:
         self._slide()

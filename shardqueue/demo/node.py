@@ -24,6 +24,7 @@ from torch import Tensor
 
 from shardqueue.demo.model import Replica, learning_rate
 from shardqueue.demo.text import loader
+from shardqueue.errors import RunFinishedError
 from shardqueue.feed import shared_queue
 from shardqueue.session import Session
 
@@ -97,6 +98,7 @@ class Node:
 
     def _queued(self, mailbox: str) -> Generator[Item]:
         with (
+            suppress(RunFinishedError),  # all was handed out before this node arrived
             Session(mailbox, self._name) as session,
             shared_queue(self._units, mailbox, self._name, self._load, prefetch=8) as queue,
         ):
