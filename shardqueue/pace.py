@@ -100,7 +100,7 @@ class Pace:
         return max(1.0 if tail else (REFILL * mark - work) / batch, 1e-6)
 
     def wake(self, now: float, tail: bool) -> float | None:
-        """When `wanted` becomes positive if nothing else happens; None when it is, or only an event can make it so."""
+        """When `wanted` becomes positive by itself; None when it is, or only an event can make it so."""
         if self.started is None or self.batch(now) is None:
             return None
         surplus = self.work(now) - self.low_water(now, tail)

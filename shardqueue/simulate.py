@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from random import Random
 from typing import TYPE_CHECKING
@@ -206,13 +207,15 @@ class _Learner:
                 self._take()
             self.done = self.claims.exhausted and self.claims.asks.idle
         wake = machine.wake(world.now)
-        if wake is not None and (self._wake is None or wake < self._wake - 1e-9):
+        if wake != self._wake:
             self._wake = wake
-            world.at(max(wake, world.now), self._woken)
+            if wake is not None:
+                world.at(max(wake, world.now), partial(self._woken, wake))
 
-    def _woken(self) -> None:
-        self._wake = None
-        self.turn()
+    def _woken(self, wake: float) -> None:
+        if wake == self._wake:  # else something happened since, and another time was agreed on
+            self._wake = None
+            self.turn()
 
     def _begin(self, joined: Joined) -> None:
         self.claims = Claims(

@@ -31,8 +31,8 @@ def share_out(weights: Sequence[int]) -> list[int]:
     return [learner for _, learner in sorted(turns)]
 
 
-DEPTH = 8
-"""Window depth, in units a learner."""
+DEPTH = 16
+"""Window depth, in units a learner (8 costs more requests, see docs/design/002-claiming.md)."""
 LEAST_DEPTH = 2
 DRIFT = 0.05
 """Share of the plan's steps a window may span."""
