@@ -165,7 +165,7 @@ class Claims:
         self._reading = 0
         self._graded_at = 0
         self._sequence = 0
-        self._asking = 0
+        self._asking: dict[Claim, None] = {}
         self._looking = False
         self._wanting: float | None = None
         self._thefts = 0
@@ -266,6 +266,15 @@ class Claims:
         return calls
 
     @property
+    def unclear(self) -> list[Claim]:
+        """Claims that were asked for and never answered: ours or not, nobody knows."""
+        return list(self._asking)
+
+    def due(self, now: float) -> bool:
+        """Whether polling now may lead to a call."""
+        return not self.exhausted and not self.stopped and self._wanted(now) > 0.0
+
+    @property
     def tail(self) -> bool:
         """Whether the plan is nearly used up."""
         return self.window.left <= TAIL * self.window.learners
@@ -285,13 +294,13 @@ class Claims:
         if self._seek is not None and self._seek_front():
             return
         most = max(1, self.window.left // (MODESTY * self.window.learners))
-        while wanted > 0.0 and self._asking < most:
+        while wanted > 0.0 and len(self._asking) < most:
             position = self._pick(now)
             if position is None:
                 break
             wanted -= self._claim(position, now)
             self._wanting = None
-        if wanted > 0.0 and self._asking < most and not self._looking:
+        if wanted > 0.0 and len(self._asking) < most and not self._looking:
             self._look(now)
 
     def _wanted(self, now: float) -> float:
@@ -349,7 +358,7 @@ class Claims:
         )
         self.window.claimed(position)
         self._weigh(claim)
-        self._asking += 1
+        self._asking[claim] = None
         self.asks.ask(PutIfAbsent(claim.key, claim.data), partial(self._created, claim))
         return claim.size
 
@@ -369,7 +378,7 @@ class Claims:
     # -- claiming ----------------------------------------------------------------------------------------
 
     def _created(self, claim: Claim, answer: Answer, now: float) -> None:
-        self._asking -= 1
+        del self._asking[claim]
         if answer is True:
             claim.state = State.WON
             self.hand[claim] = None

@@ -30,6 +30,7 @@ from shardqueue.errors import (
     InvalidInputError,
     LoadError,
     MailboxUnavailableError,
+    PassFinishedError,
     ShardQueueError,
     ShardQueueWarning,
 )
@@ -113,7 +114,8 @@ class Feed:
         self._loading: Claim | None = None
         self._buffer: deque[_Loaded] = deque()
         self._error: BaseException | None = None
-        self._closing = self._over = False
+        self.over = False
+        self._closing = False
         self._closing_since = 0.0
         self._twin = self._warned_twin = False
         self._out: Claim | None = None
@@ -152,7 +154,7 @@ class Feed:
             self._out = head.claim
             self._room.notify()
             wake = self._claims.wake(now)
-            if wake is not None and wake < self._sleeps_until:
+            if self._claims.due(now) or (wake is not None and wake < self._sleeps_until):
                 self._news.notify()
         self._session.handed(head.step, now - began)
         if self._twin and not self._warned_twin:
@@ -169,7 +171,7 @@ class Feed:
             if self._closing:
                 raise ClosedError("this queue was left while its consumer waited")
             if self._exhausted():
-                self._over = True
+                self.over = True
                 raise StopIteration
             self._news.notify()
             self._ready.wait()
@@ -229,7 +231,7 @@ class Feed:
             self._give_back("error" if failed else "early")
         finally:
             self._pool.shutdown(wait=True)
-            self._session.dismiss(self, self._pass, ended=self._over)
+            self._session.dismiss(self, self._pass, ended=self.over)
 
     def _give_back(self, why: str) -> None:
         claims = self._claims
@@ -245,6 +247,9 @@ class Feed:
                 claim.identifier, claim.attempt, claim.begin + claim.trained, unclear.get(claim, 0), done
             )
             for claim, done in zip(kept, wrote, strict=True)
+        )
+        self.returned += tuple(
+            Returned(claim.identifier, claim.attempt, claim.begin, 0, False) for claim in claims.unclear
         )
         for claim in kept:
             self._session.released((self._pass, claim.identifier, claim.attempt))
@@ -564,6 +569,11 @@ class SharedQueue:
         return Session(mailbox, self._learner_id, _own=True).__enter__()
 
     def __iter__(self) -> Iterator[tuple[Step, Any]]:
+        if self._feed is not None and self._feed.over:
+            raise PassFinishedError(
+                f"learner {self._learner_id!r} has already iterated this plan to its end; "
+                'use another mailbox prefix, or run="a-name", to train it again'
+            )
         return self
 
     def __next__(self) -> tuple[Step, Any]:

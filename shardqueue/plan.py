@@ -35,7 +35,7 @@ _REFUSED = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff~\\\\]")
 def check_identifier(name: object, what: str = "identifier", folders: bool = True) -> str:
     """Return `name` if it may become part of a key in the mailbox.
 
-    Grammar: a non-empty str of segments separated by "/", none of them empty, "." or ".."; no "~", backslash,
+    Grammar: a non-empty str of segments separated by "/", none of them empty or starting with "."; no "~", backslash,
     control character, line separator or lone surrogate; at most 180 bytes of UTF-8 a segment, 720 in all.
 
     Args:
@@ -55,8 +55,8 @@ def check_identifier(name: object, what: str = "identifier", folders: bool = Tru
     segments = name.split("/")
     if len(segments) > 1 and not folders:
         raise InvalidInputError(what, name, "free of '/'", "use '-' instead")
-    if any(segment in ("", ".", "..") for segment in segments):
-        bound = "free of empty, '.' and '..' segments and of a '/' at either end"
+    if any(segment[:1] in ("", ".") for segment in segments):
+        bound = "free of empty segments, of segments that start with '.', and of a '/' at either end"
         raise InvalidInputError(what, name, bound, "write it as 'a' or 'a/b'")
     longest = max(len(segment.encode()) for segment in segments)
     if longest > _SEGMENT_BYTES or len(name.encode()) > _TOTAL_BYTES:

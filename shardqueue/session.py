@@ -22,9 +22,8 @@ from shardqueue.clock import SystemClock
 from shardqueue.errors import (
     ClosedError,
     InvalidInputError,
-    MailboxError,
+    MailboxUnavailableError,
     PassFinishedError,
-    ShardQueueError,
     ShardQueueWarning,
 )
 from shardqueue.learner import LOG_EVERY, Book, learner_label, new_instance, this_process
@@ -430,11 +429,11 @@ class _LogWriter:
         key, data = self._session.page()
         try:
             self._session.mailbox.put(key, data)
-        except ShardQueueError as error:
+        except Exception as error:
             self._session.wrote(clear=False)
-            if not self._told and not isinstance(error, MailboxError):
+            if not self._told and not isinstance(error, MailboxUnavailableError):
+                self._told = True
                 logger.warning("the log of %s cannot be written: %s", self._session.learner_id, error)
-            self._told = True
-            return False
+            return not isinstance(error, MailboxUnavailableError)
         self._session.wrote(clear=True)
         return True

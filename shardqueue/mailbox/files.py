@@ -168,6 +168,15 @@ class FileMailbox:
     def __repr__(self) -> str:
         return f"FileMailbox({self._root!r})"
 
+    def __eq__(self, other: object) -> bool:
+        """Whether both lead to the same folder."""
+        if not isinstance(other, FileMailbox):
+            return NotImplemented
+        return Path(self._root).resolve() == Path(other._root).resolve()
+
+    def __hash__(self) -> int:
+        return hash(Path(self._root).resolve())
+
     def __getstate__(self) -> dict[str, object]:
         return {"_root": self._root}
 

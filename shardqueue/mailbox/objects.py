@@ -238,6 +238,16 @@ class ObjectMailbox:
     def __repr__(self) -> str:
         return f"ObjectMailbox({self._shown!r})"
 
+    def __eq__(self, other: object) -> bool:
+        """Whether both lead to the same prefix with the same options."""
+        if not isinstance(other, ObjectMailbox):
+            return NotImplemented
+        mine, theirs = ((m._bucket, m._prefix, m._options) for m in (self, other))
+        return mine == theirs
+
+    def __hash__(self) -> int:
+        return hash((self._bucket, self._prefix))
+
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_settlers": {}}
 

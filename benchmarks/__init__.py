@@ -1,0 +1,1 @@
+"""Measurements of what shardqueue promises, each a script: `python -m benchmarks.<name> [--quick]`."""

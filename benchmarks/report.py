@@ -1,0 +1,98 @@
+"""What a benchmark found: rows, a table for people, and one JSON object as the last line for programs.
+
+A row holds a value beside the reach promised for it (None: reported only) and what it was measured against in the
+same run. A missed reach is marked and fails only a strict run, because a busy machine can cause it. A broken
+promise about the data (a batch trained twice or never) is `wrong`, and always fails.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One measured value.
+
+    Attributes:
+        case: what was measured.
+        value: how much of it.
+        unit: of the value and the reach.
+        reach: the value promised, or None.
+        against: the peer or the limit, measured or computed in the same run.
+        at_least: the reach is a lower bound, not an upper one.
+    """
+
+    case: str
+    value: float
+    unit: str
+    reach: float | None = None
+    against: str = ""
+    at_least: bool = False
+
+    @property
+    def missed(self) -> bool:
+        """Whether the value is on the wrong side of its reach, as both are printed."""
+        if self.reach is None:
+            return False
+        value = float(_short(self.value))
+        return value < self.reach if self.at_least else value > self.reach
+
+    @property
+    def bound(self) -> str:
+        """The reach as a person writes it."""
+        if self.reach is None:
+            return "-"
+        return f"{'>=' if self.at_least else '<='} {self.reach:g}"
+
+
+@dataclass(slots=True)
+class Report:
+    """The rows of one benchmark, in the order they were measured.
+
+    Attributes:
+        benchmark: its name.
+        wrong: what must never happen and did.
+    """
+
+    benchmark: str
+    rows: list[Row] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+    def add(self, row: Row) -> None:
+        """Keep a row, and say on standard error that it was measured."""
+        self.rows.append(row)
+        print(f"{self.benchmark}: {row.case}: {_short(row.value)} {row.unit}", file=sys.stderr, flush=True)
+
+    def finish(self, strict: bool = False) -> int:
+        """Print everything; return the exit code: 1 when something is wrong or, if `strict`, a reach is missed."""
+        print(self.table())
+        for what in self.wrong:
+            print(f"WRONG: {what}")
+        print(self.as_json(), flush=True)
+        missed = any(row.missed for row in self.rows)
+        return 1 if self.wrong or (strict and missed) else 0
+
+    def table(self) -> str:
+        """The rows in columns as wide as they need to be."""
+        cells = [("case", "value", "unit", "reach", "", "against")]
+        for row in self.rows:
+            mark = "MISSED" if row.missed else ""
+            cells.append((row.case, _short(row.value), row.unit, row.bound, mark, row.against))
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = (
+            "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)) for line in cells
+        )
+        return "\n".join(line.rstrip() for line in lines)
+
+    def as_json(self) -> str:
+        """One line: the name of the benchmark and its rows."""
+        keys = ("case", "value", "unit", "reach", "against")
+        rows = [{key: getattr(row, key) for key in keys} for row in self.rows]
+        return json.dumps({"benchmark": self.benchmark, "rows": rows})
+
+
+def _short(value: float) -> str:
+    return f"{value:.4f}" if abs(value) < 10 else f"{value:.1f}"
