@@ -76,14 +76,8 @@ class Case:
 
     def limit(self) -> float:
         """Seconds in which the work is done if nobody ever idles."""
-        low, high, work = 0.0, 1.0, self.batches * self.seconds
-        while sum(node.done(high) for node in self.nodes) < work:
-            high *= 2.0
-        for _ in range(100):
-            middle = (low + high) / 2
-            enough = sum(node.done(middle) for node in self.nodes) >= work
-            low, high = (low, middle) if enough else (middle, high)
-        return high
+        whole = unit_grid(1, 1, 1, taper=False)
+        return simulate(whole, self.nodes, batch_seconds=self.batches * self.seconds).limit
 
     def split(self, shares: Iterable[float]) -> float:
         """Makespan over the limit when each node gets its share of the work up front."""
@@ -92,10 +86,11 @@ class Case:
         return max(ends) / self.limit()
 
     def greedy(self) -> float:
-        """Makespan over the limit when each batch goes to the node that would end it first."""
+        """Makespan over the limit when each unit, in order, goes to the node that would end it first."""
         ends = [0.0] * len(self.nodes)
-        for _ in range(self.batches):
-            after = [node.finish(end, self.seconds) for node, end in zip(self.nodes, ends, strict=True)]
+        for position in range(len(self.units)):
+            work = self.units.batches(position) * self.seconds
+            after = [node.finish(end, work) for node, end in zip(self.nodes, ends, strict=True)]
             first = min(range(len(after)), key=after.__getitem__)
             ends[first] = after[first]
         return max(ends) / self.limit()
@@ -236,10 +231,10 @@ class Makespan:
         self.report, self.quick = report, quick
 
     def runs(self, case: Case, how: str, runner: Runner, times: int) -> list[Run]:
-        """Run a case `times` times, once if quick, and check what was trained."""
+        """Run a case `times` times and check what was trained."""
         wanted = Counter(batch for unit in case.units.values() for _, batch in load(unit))
         runs = []
-        for _ in range(1 if self.quick else times):
+        for _ in range(times):
             run = runner(case)
             if run.trained != wanted:
                 twice, never = run.trained - wanted, wanted - run.trained
@@ -247,6 +242,11 @@ class Makespan:
                 self.report.wrong.append(f"{case.name}, {how}: {what}")
             runs.append(run)
         return runs
+
+    def virtual(self, case: Case, seeds: int) -> list[Run]:
+        """Run a case in virtual time, once a seed."""
+        seed = count()
+        return self.runs(case, "virtual", lambda case: in_virtual_time(case, next(seed)), seeds)
 
     def add(
         self, case: Case, how: str, runs: list[Run], reach: float | None, against: str, requests: bool = True
@@ -267,8 +267,7 @@ class Makespan:
         self, case: Case, reach: float, times: int, processes: bool, virtual: float | None = None
     ) -> None:
         """A case in virtual time, in threads and perhaps in processes."""
-        seeds = count()
-        runs = self.runs(case, "virtual", lambda case: in_virtual_time(case, next(seeds)), 5)
+        runs, times = self.virtual(case, 5), 1 if self.quick else times
         equal = case.split([1 / len(case.nodes)] * len(case.nodes))
         limits = f"greedy {case.greedy():.3f}, equal split {equal:.3f}"
         self.add(case, "virtual", runs, reach if virtual is None else virtual, limits)
@@ -299,8 +298,7 @@ class Makespan:
         fleet = tuple(Node(speed=speed) for speed in SPEEDS * (nodes // len(SPEEDS)))
         name = f"{nodes} nodes, {4 * steps // 1000}k batches, latency {latency:g}"
         case = Case(name, unit_grid(steps, 20, 4, taper=nodes), 1.0, latency, fleet)
-        seed = count()
-        runs = self.runs(case, "virtual", lambda case: in_virtual_time(case, next(seed)), seeds)
+        runs = self.virtual(case, 1 if self.quick else seeds)
         self.add(case, "virtual", runs, reach, f"equal split {case.split([1 / nodes] * nodes):.3f}")
 
     def one_batch_units(self) -> None:
@@ -329,17 +327,16 @@ class Makespan:
             0.025,
             0.00125,
         )
-        for case, how, runner, times in (
-            (_slowed(long), "virtual", in_virtual_time, 1),
-            (_slowed(short), "virtual", in_virtual_time, 1),
-            (_slowed(short), "threads", in_threads, 3),
-        ):
+        for case in map(_slowed, (long, short)):
             by_speed = case.split(speed / sum(SPEEDS) for speed in SPEEDS)
-            runs = self.runs(case, how, runner, times)
-            self.add(case, how, runs, 1.05, f"split by first speeds {by_speed:.3f}", requests=False)
-            if how == "virtual":
-                name = f"{case.name}, split by first speeds"
-                self.report.add(Row(name, by_speed, RATIO, 1.5, "limit, by arithmetic", at_least=True))
+            against = f"split by first speeds {by_speed:.3f}"
+            self.add(case, "virtual", self.virtual(case, 5), 1.05, against, requests=False)
+            split = Row(
+                f"{case.name}, split by first speeds", by_speed, RATIO, 1.5, "by arithmetic", at_least=True
+            )
+            self.report.add(split)
+        runs = self.runs(case, "threads", in_threads, 1 if self.quick else 3)
+        self.add(case, "threads", runs, 1.05, against, requests=False)
 
     def over_a_plain_loop(self) -> None:
         """What the queue costs a batch when neither loading nor training takes time."""
