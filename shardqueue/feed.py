@@ -195,13 +195,10 @@ class Feed:
         """One batch that was handed out is trained."""
         with self._lock:
             claims = self._claims
-            if claims is None:
-                return
-            for claim in claims.hand:
-                if claim.identifier == step.unit and claim.attempt == step.attempt:
-                    claim.trained = max(claim.trained, step.index + 1 - claim.begin)
-                    self._settle(claims, claim)
-                    return
+            claim = None if claims is None else _claim_of(claims, step)
+            if claims is not None and claim is not None:
+                claim.trained = max(claim.trained, step.index + 1 - claim.begin)
+                self._settle(claims, claim)
 
     def _settle(self, claims: Claims, claim: Claim) -> None:
         if claim.finished:
@@ -215,7 +212,7 @@ class Feed:
 
         `failed`: the consumer left by an exception.
         """
-        self._session.settle(failed)
+        self._session.settle(failed, ended=self.over)
         with self._lock:
             if self._closing:
                 return
@@ -261,12 +258,13 @@ class Feed:
 
         They may be trained already, so they are not offered again: every batch at most once.
         """
-        unclear = {}
-        if self._session.counts_coming_back:
-            for claim in claims.hand:
-                if claim.handed > claim.trained:
-                    unclear[claim] = claim.handed - claim.trained
-                    claim.trained = claim.handed
+        unclear: dict[Claim, int] = {}
+        steps = self._session.in_hand(self._pass) if self._session.counts_coming_back else []
+        for step in steps:
+            claim = _claim_of(claims, step)
+            if claim is not None:
+                unclear[claim] = unclear.get(claim, 0) + 1
+                claim.trained = max(claim.trained, step.index + 1 - claim.begin)
         return unclear
 
     def _insist(self, call: PutIfAbsent, deadline: float) -> bool:
@@ -466,6 +464,13 @@ class Feed:
             claims.pace.opened(seconds)
         else:
             claims.pace.loaded(seconds)
+
+
+def _claim_of(claims: Claims, step: Step) -> Claim | None:
+    for claim in claims.hand:
+        if claim.identifier == step.unit and claim.attempt == step.attempt:
+            return claim
+    return None
 
 
 def _pairs(load: Load, value: object, identifier: str) -> Generator[tuple[int, Any]]:

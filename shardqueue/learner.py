@@ -199,6 +199,10 @@ class Book:
         self.samples += samples
         return [handed.step for handed in done]
 
+    def drop(self, pass_: str) -> None:
+        """What is in hand of a pass will not be trained by us, or nobody will ever know."""
+        self._handed = [handed for handed in self._handed if handed.step.pass_ != pass_]
+
     def page(self, wall: float, elapsed: float, rate: float) -> LogPage:
         """Return the last page as it is to be written now."""
         self._write += 1

@@ -146,9 +146,9 @@ class Session:
                 try:
                     item = next(iterator)
                 except StopIteration:
-                    self.came_back()
+                    self._came_back()
                     return
-                self.came_back()
+                self._came_back()
                 waited = self.clock.monotonic() - began
                 for step in steps_in(item):
                     self._hand(step, waited)
@@ -196,7 +196,6 @@ class Session:
         try:
             for feed in list(self._feeds.values()):
                 feed.close(failed=error is not None)
-            self._say_what_was_forgotten(failed=error is not None)
         finally:
             self._closed = True
             _entered.remove(self)
@@ -226,6 +225,8 @@ class Session:
         """A feed is over; `ended` because nothing was left to claim."""
         if self._feeds.get(pass_) is feed:
             del self._feeds[pass_]
+        with self.lock:
+            self._book.drop(pass_)
         self._ended = "end" if ended else "early"
         if ended:
             self._finished.add(pass_)
@@ -256,7 +257,11 @@ class Session:
             self._hand(step, waited)
 
     def came_back(self) -> None:
-        """The consumer asks for the next batch."""
+        """The consumer of a feed asks for the next batch."""
+        if not self._tracking:
+            self._came_back()
+
+    def _came_back(self) -> None:
         forgotten = False
         with self.lock:
             self._rolling.start(self.clock.monotonic())
@@ -267,8 +272,8 @@ class Session:
         if forgotten:
             _warn_stepless(len(steps))
 
-    def settle(self, failed: bool) -> None:
-        """A feed is being left: decide about the batches its consumer has not come back from.
+    def settle(self, failed: bool, ended: bool) -> None:
+        """A feed is being left, at its end or before: decide about the batches still with its consumer.
 
         With `session.step()` it said what is trained. Without, leaving in order means that the loop's body is done;
         leaving by an exception means that nobody knows.
@@ -277,9 +282,17 @@ class Session:
             counts = not failed and (self._implicit or not self._stepped)
             steps = self._train(0) if counts else []
             forgotten = bool(steps) and not self._implicit
+            left = self._book.in_hand if ended and not failed else []
         self._tell(steps)
         if forgotten:
             _warn_stepless(len(steps))
+        if left:
+            _warn_unstepped(left)
+
+    def in_hand(self, pass_: str) -> list[Step]:
+        """Batches of a pass that are with the consumer and not known to be trained."""
+        with self.lock:
+            return [step for step in self._book.in_hand if step.pass_ == pass_]
 
     @property
     def counts_coming_back(self) -> bool:
@@ -332,17 +345,6 @@ class Session:
         if not self._entered or self._closed:
             raise ClosedError("this session is not entered; use it in a `with` block")
 
-    def _say_what_was_forgotten(self, failed: bool) -> None:
-        left = self._book.in_hand
-        if left and not failed and self._stepped:
-            names = ", ".join(sorted({step.unit for step in left})[:8])
-            warnings.warn(
-                f"{len(left)} batches (of {names}) were handed out and never followed by session.step(): they count "
-                "as not trained; call it after the last optimizer step, inside the `with` block",
-                ShardQueueWarning,
-                stacklevel=3,
-            )
-
     def _catch_sigterm(self) -> None:
         """A preemption notice ends the `with` block in order, where nobody else has plans for the signal."""
         if threading.current_thread() is not threading.main_thread():
@@ -360,6 +362,16 @@ def _warn_stepless(batches: int) -> None:
     warnings.warn(
         f"session.step() was never called for {batches} batches: taking each as trained when the loop comes back; "
         "call session.step(samples=...) after each optimizer step",
+        ShardQueueWarning,
+        stacklevel=4,
+    )
+
+
+def _warn_unstepped(left: list[Step]) -> None:
+    names = ", ".join(sorted({step.unit for step in left})[:8])
+    warnings.warn(
+        f"{len(left)} batches (of {names}) were handed out and never followed by session.step(): they count as not "
+        "trained, and were given back; call it after the last optimizer step, before leaving the queue",
         ShardQueueWarning,
         stacklevel=4,
     )

@@ -1,0 +1,694 @@
+"""Claiming under every order of events: learners over one memory mailbox, one pending action at a time.
+
+The world below is a scheduler of its own (not `shardqueue.simulate`). Each learner is an `Opening` and then a
+`Claims`; whatever could happen next (a call takes effect, its answer arrives or is lost, a batch is loaded, handed
+out or trained, a learner turns, writes its log, crashes, leaves or joins, time passes) is one action, and a seeded
+random choice says which comes next. What happened is judged by what was trained, by value: never by logs.
+
+Two things are taken for granted, as the library does: a learner's first log lands within ten seconds, and whether a
+process runs can be seen. Runs are judged one by one: a run that broke off is followed by one that hands out all again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, deque
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import TYPE_CHECKING, Any
+from zlib import crc32
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shardqueue.asks import Asks
+from shardqueue.claims import Claim, Claims, Owner, State
+from shardqueue.errors import (
+    MailboxRefusedError,
+    MailboxUnavailableError,
+    RunFinishedError,
+    ShardQueueError,
+)
+from shardqueue.learner import Book
+from shardqueue.mailbox.calls import Get, List, PutIfAbsent
+from shardqueue.mailbox.memory import MemoryMailbox
+from shardqueue.plan import Plan
+from shardqueue.records import PROTOCOL, BackRecord, Manifest, PassKeys, Process
+from shardqueue.run import TRAIN, Opening
+from shardqueue.units import Step, Unit, unit_grid
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from shardqueue.asks import Ask
+    from shardqueue.mailbox.calls import Answer, Call
+
+LOG_LANDS = 5.0
+"""Seconds within which a first log lands."""
+STALLED = 4000
+"""Events without any progress that are taken for a livelock."""
+
+
+class ViolationError(AssertionError):
+    """The protocol did what it must not."""
+
+
+# -- scenarios ---------------------------------------------------------------------------------------------
+
+
+def grid(steps: int, unit_steps: int, lanes: int, taper: int | bool) -> Mapping[str, object]:
+    return unit_grid(steps, unit_steps, lanes, taper)
+
+
+def backwards(units: Mapping[str, object]) -> dict[str, object]:
+    return dict(reversed(list(units.items())))
+
+
+def own_first(units: Mapping[str, object], me: int, learners: int) -> dict[str, object]:
+    """The caller's own slice first, then the rest."""
+    items = list(units.items())
+    own = items[me::learners]
+    return dict(own + [item for item in items if item not in own])
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One schedule: everything follows from these values.
+
+    Attributes:
+        shape: which plan (see `PLANS`).
+        learners: how many there are.
+        late: of those, how many join at some time after the start.
+        faults: how many calls fail before their effect or lose their answer, at most.
+        crashes: how many learners are killed, at most.
+        leaves: how many leave in order before the end, at most.
+    """
+
+    seed: int
+    shape: str = "equal"
+    learners: int = 3
+    late: int = 0
+    faults: int = 0
+    crashes: int = 0
+    leaves: int = 0
+    scans: bool = False
+
+
+PLANS: dict[str, Callable[[int, int], Mapping[str, object]]] = {
+    "equal": lambda me, learners: grid(12, 2, 1, False),
+    "lanes": lambda me, learners: grid(9, 3, 4, False),
+    "tapered": lambda me, learners: grid(12, 4, 3, 2),
+    "unknown sizes": lambda me, learners: {f"part-{n:02d}": n for n in range(14)},
+    "reversed by odd": lambda me, learners: backwards(grid(14, 1, 1, False)) if me % 2 else grid(14, 1, 1, False),
+    "own slice first": lambda me, learners: own_first(grid(16, 1, 1, False), me, learners),
+    "own slice first, mixed": lambda me, learners: own_first(
+        {f"u{n}": Unit(n, 1 + n % 3, 0, 1) for n in range(9)}, me, learners
+    ),
+    "single": lambda me, learners: grid(3, 3, 1, False),
+    "few": lambda me, learners: {"a": 0, "b/c": 1, "b/d": 2},
+    "one-batch": lambda me, learners: grid(24, 1, 1, False),
+}
+
+
+def batches_of(identifier: str, value: object) -> int:
+    """How many batches the loader gives of a unit; of those whose size no plan knows, some are empty."""
+    return value.count if isinstance(value, Unit) else crc32(identifier.encode()) % 4
+
+
+scenarios = st.builds(
+    Scenario,
+    seed=st.integers(0, 2**32),
+    shape=st.sampled_from(sorted(PLANS)),
+    learners=st.integers(1, 5),
+    late=st.integers(0, 2),
+    faults=st.integers(0, 6),
+    crashes=st.integers(0, 2),
+    leaves=st.integers(0, 3),
+    scans=st.booleans(),
+)
+
+
+# -- the world ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a mutant replaces.
+
+    Attributes:
+        nonce: given the learner's number and a count, the claim's nonce.
+        owner: given the learner's number, whose name is on its claims.
+        claims: the class of the machine.
+        asks: the class of its calls.
+        keys: the class of its pass's keys.
+        perform: makes a call; None when a second step is needed first.
+        hands: whether a claim's batches may be handed out.
+    """
+
+    nonce: Callable[[int, int], str] = lambda me, count: f"{me}-{count}"
+    owner: Callable[[int], Owner] = lambda me: Owner(f"learner-{me}", f"{me:04x}")
+    claims: type[Claims] = Claims
+    asks: type[Asks] = Asks
+    keys: type[PassKeys] = PassKeys
+    store: type[MemoryMailbox] = MemoryMailbox
+    hands: Callable[[Claim], bool] = lambda claim: claim.state is State.OURS
+    two_steps: bool = False
+
+
+@dataclass(eq=False)
+class Flight:
+    """A call under way: sent, then (for a store that checks before it acts) checked, then done."""
+
+    call: Call
+    ask: Ask | None
+    machine: Opening | Claims | None
+    absent: bool | None = None
+    done: bool = False
+    answer: Answer = None
+
+
+@dataclass(eq=False)
+class Learner:
+    """One learner: its machines, its loader, its consumer, and its log."""
+
+    number: int
+    owner: Owner
+    plan: Plan
+    random: Random
+    book: Book
+    opening: Opening
+    claims: Claims | None = None
+    phase: str = "opening"
+    dirty: bool = True
+    wake: float | None = None
+    flights: list[Flight] = field(default_factory=list)
+    to_load: deque[Claim] = field(default_factory=deque)
+    given: int = 0
+    buffer: deque[tuple[Claim, int]] = field(default_factory=deque)
+    running: tuple[Claim, int] | None = None
+    first_log: float | None = None
+    logs: int = 0
+    backs: list[PutIfAbsent] = field(default_factory=list)
+    error: Exception | None = None
+    puts: dict[str, bytes] = field(default_factory=dict)
+    read: set[str] = field(default_factory=set)
+    proven: set[str] = field(default_factory=set)
+    nonces: int = 0
+
+    @property
+    def machine(self) -> Opening | Claims:
+        return self.claims or self.opening
+
+    @property
+    def here(self) -> bool:
+        return self.phase in ("opening", "running", "leaving", "saying so")
+
+
+class World:
+    """All learners, the mailbox, the time, and what was trained."""
+
+    def __init__(self, scenario: Scenario, rules: Rules, plans: Callable[[int, int], Mapping[str, object]]):
+        self.scenario, self.rules = scenario, rules
+        self.random = Random(scenario.seed)
+        self.mailbox = rules.store()
+        self.now = 0.0
+        self.plans = plans
+        self.learners: list[Learner] = []
+        self.to_join = min(scenario.late, scenario.learners - 1)
+        self.faults, self.crashes, self.leaves = scenario.faults, scenario.crashes, scenario.leaves
+        self.crashed: set[str] = set()
+        self.trained: dict[str, Counter[tuple[str, int]]] = {}
+        self.events = self.progress = 0
+        self.trace = 0
+        self.listed: dict[Learner, int] = {}
+        self.landed: dict[str, int] = {}
+        for _ in range(scenario.learners - self.to_join):
+            self.join()
+
+    # -- one event after another -------------------------------------------------------------------------
+
+    def run(self) -> World:
+        while True:
+            actions = self.actions()
+            later = self.next_wake()
+            if not actions and later is None:
+                return self
+            self.events += 1
+            if self.events - self.progress > STALLED:
+                raise ViolationError(f"livelock: {STALLED} events without progress at {self.now:.3f}")
+            at = self.random.randrange(len(actions) + (1 if later is not None else 0))
+            self.trace = crc32(bytes([at & 255]), self.trace)
+            if at < len(actions):
+                self.now += self.random.choice((0.0, 0.0005, 0.02))
+                actions[at]()
+            else:
+                assert later is not None
+                self.now = later
+
+    def next_wake(self) -> float | None:
+        """When time alone makes something happen, if it may pass that far."""
+        times = [one.wake for one in self.learners if one.here and one.wake is not None]
+        later = min((time for time in times if time > self.now), default=None)
+        patience = min((one.first_log for one in self.learners if one.first_log is not None), default=None)
+        if later is not None and patience is not None and later > patience + LOG_LANDS:
+            return None
+        return later
+
+    def actions(self) -> list[Callable[[], object]]:
+        """Everything that may come next."""
+        found: list[Callable[[], object]] = []
+        for one in self.learners:
+            for flight in one.flights:
+                self.flight_actions(found, one, flight)
+            if one.here:
+                self.learner_actions(found, one)
+        if self.to_join and self.random.random() < 0.05 or (not found and self.to_join):
+            found.append(self.join)
+        return found
+
+    def flight_actions(self, found: list[Callable[[], object]], one: Learner, flight: Flight) -> None:
+        if flight.done:
+            found.append(lambda: self.deliver(one, flight))
+            if self.faults and one.here:
+                found.append(lambda: self.lose(one, flight))
+        else:
+            found.append(lambda: self.effect(one, flight))
+            if self.faults and one.here and flight.absent is None:
+                found.append(lambda: self.lose(one, flight))
+
+    def learner_actions(self, found: list[Callable[[], object]], one: Learner) -> None:
+        if one.dirty or (one.wake is not None and one.wake <= self.now):
+            found.append(lambda: self.turn(one))
+        if one.first_log is not None or (one.claims is not None and one.logs < 4 and self.random.random() < 0.05):
+            found.append(lambda: self.log(one))
+        if one.phase == "running":
+            if one.to_load:
+                found.append(lambda: self.load(one))
+            if one.running is None and one.buffer and self.rules.hands(one.buffer[0][0]):
+                found.append(lambda: self.hand(one))
+            if self.leaves and self.random.random() < 0.03:
+                found.append(lambda: self.leave(one))
+        if one.running is not None:
+            found.append(lambda: self.train(one))
+        if self.crashes and self.random.random() < 0.02:
+            found.append(lambda: self.crash(one))
+        if one.phase == "saying so":
+            found.append(lambda: self.say(one))
+
+    # -- what can happen ---------------------------------------------------------------------------------
+
+    def join(self) -> None:
+        number = len(self.learners)
+        if number >= self.scenario.learners - self.to_join:
+            self.to_join -= 1
+        plan, random = Plan(self.plans(number, self.scenario.learners)), Random(self.random.random())
+        owner = self.rules.owner(number)
+        where = Process(host=f"host-{number}", boot=f"boot-{number}", pid=1, started="0")
+        manifest = Manifest(
+            protocol=PROTOCOL,
+            run_id=f"run of {number}",
+            plans={TRAIN: plan.signature()},
+            opened_by=owner.learner,
+            wall=0.0,
+        )
+        opening = Opening(plan, manifest, owner, None, seen=lambda process: self.seen(process), random=random)
+        book = Book(owner.learner, owner.instance, "main", where)
+        self.learners.append(Learner(number, owner, plan, random, book, opening))
+        self.progress = self.events
+
+    def seen(self, where: Process) -> bool:
+        return self.learners[int(where.host.removeprefix("host-"))].here
+
+    def turn(self, one: Learner) -> None:
+        """As the feed's driving thread."""
+        one.dirty = False
+        machine = one.machine
+        for ask in machine.poll(self.now):
+            self.check_asked(one, ask.call)
+            one.flights.append(Flight(ask.call, ask, machine))
+        if machine.asks.error is not None and one.phase != "leaving":
+            self.ends_by(one, machine.asks.error)
+            return
+        if one.claims is None:
+            if one.opening.joined is not None:
+                self.begin(one)
+            else:
+                one.wake = machine.wake(self.now)
+            return
+        claims = one.claims
+        for claim in claims.take_won():
+            one.to_load.append(claim)
+            self.progress = self.events
+        for claim in claims.take_proven():
+            one.book.claim(("", claim.identifier, claim.attempt))
+        one.wake = claims.wake(self.now)
+        if one.phase == "running":
+            idle = not (one.to_load or one.buffer or one.running)
+            if claims.exhausted and claims.asks.idle and idle:
+                one.book.left, one.phase = "end", "saying so"
+                self.progress = self.events
+        elif one.phase == "leaving":
+            self.leave_further(one)
+
+    def begin(self, one: Learner) -> None:
+        joined = one.opening.joined
+        assert joined is not None
+        keys = joined.keys.pass_keys()
+
+        def nonce() -> str:
+            one.nonces += 1
+            return self.rules.nonce(one.number, one.nonces)
+
+        one.claims = self.rules.claims(
+            one.plan,
+            joined.keys,
+            self.rules.keys(keys.folder, keys.name),
+            one.owner,
+            nonce=nonce,
+            random=one.random,
+            joined_late=joined.late,
+            scans=self.scenario.scans,
+        )
+        one.claims.asks = self.rules.asks(one.random)
+        one.claims.met(set(joined.peers))
+        one.book.run_id = joined.run_id
+        one.phase, one.dirty, one.first_log = "running", True, self.now
+        self.trained.setdefault(joined.keys.run, Counter())
+        self.progress = self.events
+
+    def effect(self, one: Learner, flight: Flight) -> None:
+        call = flight.call
+        if self.rules.two_steps and isinstance(call, PutIfAbsent):
+            if flight.absent is None:
+                flight.absent = self.mailbox.get(call.key) in (None, call.data)
+                return
+            if flight.absent:
+                self.mailbox.put(call.key, call.data)
+            flight.answer = flight.absent
+        else:
+            flight.answer = call.perform(self.mailbox)
+        flight.done = True
+        if isinstance(call, List) and call.prefix.endswith("back/"):
+            self.listed[one] = self.events
+        if isinstance(call, PutIfAbsent):
+            self.landed.setdefault(call.key, self.events)
+        if not one.here:
+            one.flights.remove(flight)
+
+    def deliver(self, one: Learner, flight: Flight) -> None:
+        one.flights.remove(flight)
+        if not one.here:
+            return
+        call, answer = flight.call, flight.answer
+        if isinstance(call, Get) and isinstance(answer, bytes):
+            one.read.add(call.key)
+            if one.puts.get(call.key) == answer:
+                one.proven.add(call.key)
+        if flight.ask is not None and flight.machine is not None:
+            flight.machine.asks.answered(flight.ask, answer, self.now)
+        one.dirty = True
+
+    def lose(self, one: Learner, flight: Flight) -> None:
+        """The call failed before its effect, or its answer was lost after it."""
+        self.faults -= 1
+        one.flights.remove(flight)
+        error = MailboxUnavailableError("made up by the scheduler")
+        if flight.ask is not None and flight.machine is not None:
+            flight.machine.asks.failed(flight.ask, error, self.now)
+        else:  # a record that ends an attempt: insisted on
+            assert isinstance(flight.call, PutIfAbsent)
+            one.flights.append(Flight(flight.call, None, None))
+        one.dirty = True
+
+    def log(self, one: Learner) -> None:
+        assert one.claims is not None
+        one.book.grade = one.claims.pace.grade
+        page = one.book.page(self.now, self.now, 0.0)
+        key = one.claims.run.log(page.learner, page.instance, page.process, page.page)
+        self.mailbox.put(key, page.encode())
+        one.book.wrote(clear=True)
+        one.first_log = None
+        one.logs += 1
+
+    def load(self, one: Learner) -> None:
+        """The loader gives one more batch, or its end."""
+        assert one.claims is not None
+        claim = one.to_load[0]
+        index = claim.begin + one.given
+        if index < batches_of(claim.identifier, one.plan.value(claim.position)):
+            one.given += 1
+            one.buffer.append((claim, index))
+        else:
+            one.to_load.popleft()
+            one.claims.loaded(claim, one.given)
+            one.given = 0
+        one.dirty = True
+
+    def hand(self, one: Learner) -> None:
+        assert one.claims is not None
+        claim, index = one.running = one.buffer.popleft()
+        if claim.key not in one.proven:
+            raise ViolationError(f"{claim.key}: handed out before its read-back agreed")
+        one.claims.handed(claim, self.now)
+        one.book.hand(Step(0, claim.identifier, claim.attempt, index), 0.0, self.now)
+        one.dirty = True
+
+    def train(self, one: Learner) -> None:
+        """The consumer comes back."""
+        assert one.claims is not None
+        assert one.running is not None
+        claim, index = one.running
+        one.running, one.dirty = None, True
+        trained = self.trained[one.claims.run.run]
+        trained[claim.identifier, index] += 1
+        if trained[claim.identifier, index] > 1:
+            raise ViolationError(f"{claim.identifier}[{index}] was trained twice, last by {one.owner.learner}")
+        one.claims.pace.asked(self.now)
+        claim.trained += 1
+        one.book.train(1, self.now)
+        one.claims.settle(claim)
+        self.progress = self.events
+
+    def crash(self, one: Learner) -> None:
+        """Killed: what was sent may still take effect, nothing else does."""
+        self.crashes -= 1
+        one.phase, one.first_log = "crashed", None
+        if one.claims is not None:
+            self.crashed.add(one.claims.run.run)
+        one.flights = [flight for flight in one.flights if not flight.done and self.random.random() < 0.5]
+        self.progress = self.events
+
+    def leave(self, one: Learner) -> None:
+        assert one.claims is not None
+        self.leaves -= 1
+        one.phase, one.dirty = "leaving", True
+        one.claims.stop()
+        self.progress = self.events
+
+    def leave_further(self, one: Learner) -> None:
+        assert one.claims is not None
+        one.dirty = one.running is not None
+        if one.running is not None or one.flights:
+            return
+        asks = one.claims.asks
+        if not asks.idle and asks.error is None:
+            return
+        if not one.backs:
+            one.backs = one.claims.give_back("early")
+            one.flights = [Flight(call, None, None) for call in one.backs]
+            if one.backs:
+                return
+        one.book.left = "error" if one.error else "early"
+        one.phase = "saying so"
+
+    def ends_by(self, one: Learner, error: Exception) -> None:
+        """The machine cannot go on: leave as after an exception."""
+        one.error = error
+        self.progress = self.events
+        if one.claims is None:
+            one.phase, one.first_log = "failed", None
+            return
+        one.claims.stop()
+        one.phase, one.dirty = "leaving", True
+
+    def say(self, one: Learner) -> None:
+        """The last log; then the process is gone."""
+        self.log(one)
+        one.phase = "ended"
+        self.progress = self.events
+
+    # -- what must hold ----------------------------------------------------------------------------------
+
+    def check_asked(self, one: Learner, call: Call) -> None:
+        if not isinstance(call, PutIfAbsent) or "units/" not in call.key:
+            return
+        if one.puts.setdefault(call.key, call.data) != call.data:
+            raise ViolationError(f"{one.owner.learner} asked for {call.key} with two different bodies")
+        assert one.claims is not None
+        parsed = one.claims.keys.parse_claim(call.key)
+        assert parsed is not None
+        identifier, attempt = parsed
+        if attempt and one.claims.keys.back(identifier, attempt - 1) not in one.read:
+            raise ViolationError(f"{call.key} was asked for before the end of attempt {attempt - 1} was read")
+
+    def judge(self) -> None:
+        """At the end of everything."""
+        for one in self.learners:
+            if one.error is not None and not isinstance(one.error, RunFinishedError):
+                raise ViolationError(f"{one.owner.learner} ended by {type(one.error).__name__}: {one.error}")
+            if one.here:
+                raise ViolationError(f"{one.owner.learner} never ends: {one.phase}, wake {one.wake}")
+        for run, trained in self.trained.items():
+            ended = [
+                one
+                for one in self.learners
+                if one.claims is not None and one.claims.run.run == run and one.book.left == "end"
+            ]
+            if ended and run not in self.crashed:
+                self.judge_run(run, trained, ended)
+
+    def judge_run(self, run: str, trained: Counter[tuple[str, int]], ended: list[Learner]) -> None:
+        """Nobody crashed and somebody saw the end: each batch exactly once, but for what nobody could take."""
+        plan, keys = ended[0].plan, ended[0].opening.joined
+        assert keys is not None
+        names = keys.keys.pass_keys()
+        for position in range(len(plan)):
+            identifier = plan.identifier(position)
+            whole = batches_of(identifier, plan.value(position))
+            done = [index for index in range(whole) if trained[identifier, index]]
+            if done == list(range(whole)):
+                continue
+            attempt = 0
+            while self.mailbox.get(names.claim(identifier, attempt + 1)) is not None:
+                attempt += 1
+            key = names.back(identifier, attempt)
+            data = self.mailbox.get(key)
+            if data is None:
+                raise ViolationError(f"run {run}: {identifier}: only {done} of {whole} trained, none given back")
+            begin = BackRecord.decode(data, key).begin
+            if done != list(range(begin)):
+                raise ViolationError(f"run {run}: {key} says {begin}, but trained were {done} of {whole}")
+            could = [one.owner.learner for one in ended if self.listed.get(one, 0) > self.landed[key]]
+            if could:
+                raise ViolationError(f"run {run}: {key} was passed over by {could}")
+
+
+def play(scenario: Scenario, rules: Rules | None = None, plans: Any = None) -> World:
+    world = World(scenario, rules or Rules(), plans or PLANS[scenario.shape]).run()
+    world.judge()
+    return world
+
+
+# -- the tests ---------------------------------------------------------------------------------------------
+
+SCHEDULES = 1200
+distinct: set[tuple[int, int, str]] = set()
+
+
+@settings(
+    max_examples=SCHEDULES, deadline=None, database=None, suppress_health_check=list(HealthCheck), derandomize=True
+)
+@given(scenarios)
+def any_schedule(scenario: Scenario) -> None:
+    world = play(scenario)
+    distinct.add((world.trace, world.events, scenario.shape))
+
+
+def test_no_schedule_trains_a_batch_twice_or_leaves_one_out() -> None:
+    distinct.clear()
+    any_schedule()
+    assert len(distinct) >= 1000
+
+
+class RoundsToWon(Asks):
+    """An unclear create counts as won."""
+
+    __slots__ = ()
+    rounded: Answer = True
+
+    def failed(self, ask: Ask, error: Exception, now: float) -> None:
+        if isinstance(ask.call, PutIfAbsent) and isinstance(error, MailboxUnavailableError):
+            self.answered(ask, self.rounded, now)
+        else:
+            super().failed(ask, error, now)
+
+
+class RoundsToLost(RoundsToWon):
+    """An unclear create counts as lost."""
+
+    __slots__ = ()
+    rounded: Answer = False
+
+
+class BeginsAgain(Claims):
+    """Whatever is given back begins at its first batch."""
+
+    def give_back(self, why: str) -> list[PutIfAbsent]:
+        return [replace(call, data=zero_begin(call.data)) for call in super().give_back(why)]
+
+
+def zero_begin(data: bytes) -> bytes:
+    return json.dumps({**json.loads(data), "begin": 0}).encode()
+
+
+class OneKey(PassKeys):
+    """Every attempt is claimed under the unit's first key."""
+
+    def claim(self, identifier: str, attempt: int = 0) -> str:  # noqa: ARG002
+        return PassKeys.claim(self, identifier)
+
+
+class Liar(MemoryMailbox):
+    """Says of a claim now and then that it was created, though another holds the key."""
+
+    calls = 0
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        created = super().put_if_absent(key, data)
+        self.calls += 1
+        return created or ("units/" in key and self.calls % 3 == 0)
+
+
+class Unread(Claims):
+    """Takes the store's word for it."""
+
+    def _created(self, claim: Claim, answer: Answer, now: float) -> None:
+        super()._created(claim, answer, now)
+        if claim.state is State.WON:
+            claim.state = State.OURS
+
+    def _confirmed(self, claim: Claim, answer: Answer, now: float) -> None:  # noqa: ARG002
+        super()._confirmed(claim, claim.data, now)
+
+
+def seeds(count: int, **fixed: Any) -> list[Scenario]:
+    """Schedules with much of what the mutants need: rivals, faults, leaves."""
+    shapes = sorted(PLANS)
+    return [
+        replace(
+            Scenario(seed=seed, shape=shapes[seed % len(shapes)], learners=2 + seed % 4, faults=6, leaves=1), **fixed
+        )
+        for seed in range(count)
+    ]
+
+
+def one_for_all(me: int) -> Owner:  # noqa: ARG001
+    return Owner("learner", "0000")
+
+
+MUTANTS: dict[str, tuple[Rules, str]] = {
+    "equal owners and nonces": (Rules(owner=one_for_all, nonce=lambda me, count: f"{count}"), "trained twice"),
+    "unclear is won": (Rules(asks=RoundsToWon), "the store said we created it"),
+    "unclear is won, unread": (Rules(asks=RoundsToWon, claims=Unread), "before its read-back agreed"),
+    "unclear is lost": (Rules(asks=RoundsToLost), "none given back"),
+    "begins again": (Rules(claims=BeginsAgain), "trained twice"),
+    "one key for all attempts": (Rules(keys=OneKey), "two different bodies|was passed over"),
+    "check, then act": (Rules(two_steps=True), "trained twice|the store said we created it"),
+    "check, then act, unread": (Rules(two_steps=True, claims=Unread), "before its read-back agreed"),
+    "a store that lies": (Rules(store=Liar), "the store said we created it"),
+    "a store that lies, unread": (
+        Rules(store=Liar, hands=lambda claim: claim.state is not State.LOST),
+        "before its read-back agreed",
+    ),
+}
