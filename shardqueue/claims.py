@@ -42,6 +42,10 @@ PAGE = 1000
 """Keys a listing asks for at most: one request on every object store."""
 MODESTY = 2
 """Near the end, ask at once for at most (units left) / (MODESTY x learners)."""
+AT_ONCE = 16
+"""Claims asked for at once, at most: more would wait for one another, and look like a slow store."""
+HOARD = 64
+"""Units in hand after which only one more is asked for at a time."""
 TAIL = 2
 """The tail begins when fewer than TAIL units a learner are left."""
 LARGEST_FIRST = 4
@@ -293,7 +297,8 @@ class Claims:
             return
         if self._seek is not None and self._seek_front():
             return
-        most = max(1, self.window.left // (MODESTY * self.window.learners))
+        modest = self.window.left // (MODESTY * self.window.learners)
+        most = max(1, min(AT_ONCE, HOARD - len(self.hand), modest))
         while wanted > 0.0 and len(self._asking) < most:
             position = self._pick(now)
             if position is None:

@@ -9,7 +9,7 @@ of its claim agreed. Then:
 - an error of the loader or the mailbox reaches the consumer after the batches that were loaded before it;
 - leaving stops the threads, waits for calls and loads in progress, and gives back what was claimed and not trained.
 
-One lock guards all state; three conditions on it wake the driver, the loader and the consumer.
+One lock guards all state; conditions on it wake the driver and the loader, a bell the consumer.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import threading
 import warnings
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any, Self
@@ -57,6 +58,29 @@ logger = logging.getLogger("shardqueue")
 
 CALLERS = 16
 """Mailbox calls under way at once, at most."""
+
+
+NAMED = 8
+"""Units that a line of the log names, at most."""
+
+
+class _Bell:
+    """Wakes one waiting thread, at least once a ring.
+
+    A signal may end `wait` by an exception at any moment. In `Condition.wait` that can leave the lock released that
+    its caller believes to hold; here there is none.
+    """
+
+    def __init__(self) -> None:
+        self._silent = threading.Lock()
+        self._silent.acquire()
+
+    def ring(self) -> None:
+        with suppress(RuntimeError):  # it is ringing already
+            self._silent.release()
+
+    def wait(self) -> None:
+        self._silent.acquire()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +131,7 @@ class Feed:
         self._lock = threading.Lock()
         self._news = threading.Condition(self._lock)
         self._room = threading.Condition(self._lock)
-        self._ready = threading.Condition(self._lock)
+        self._ready = _Bell()
         self._opening: Opening | None = None
         self._claims: Claims | None = None
         self._to_load: deque[Claim] = deque()
@@ -118,7 +142,6 @@ class Feed:
         self._closing = False
         self._closing_since = 0.0
         self._twin = self._warned_twin = False
-        self._out: Claim | None = None
         self._sleeps_until = 0.0
         self._pool = ThreadPoolExecutor(CALLERS, thread_name_prefix="shardqueue-mailbox")
         self._threads = [
@@ -143,38 +166,40 @@ class Feed:
         began = self._clock.monotonic()
         self._session.came_back()
         with self._lock:
-            if self._closing:
-                raise ClosedError("this queue was left; its iteration is over")
             if self._claims is not None:
                 self._claims.pace.asked(began)
-            head = self._wait_for_head()
-            now = self._clock.monotonic()
-            assert self._claims is not None
-            self._claims.handed(head.claim, now)
-            self._out = head.claim
-            self._room.notify()
-            wake = self._claims.wake(now)
-            if self._claims.due(now) or (wake is not None and wake < self._sleeps_until):
-                self._news.notify()
-        self._session.handed(head.step, now - began)
+        while (head := self._head()) is None:
+            self._ready.wait()
+        self._session.handed(head.step, self._clock.monotonic() - began)
         if self._twin and not self._warned_twin:
             self._warned_twin = True
             _warn_twin(self._owner.learner)
         return head.step, head.batch
 
-    def _wait_for_head(self) -> _Loaded:
-        while True:
-            if self._buffer and self._buffer[0].claim.state is State.OURS:
-                return self._buffer.popleft()
+    def _head(self) -> _Loaded | None:
+        """Take the next batch, or None when it has still to come."""
+        with self._lock:
+            if self._closing:
+                raise ClosedError("this queue was left; its iteration is over")
+            if self._claims is not None and self._buffer and self._buffer[0].claim.state is State.OURS:
+                return self._hand_out(self._claims)
             if self._error is not None and not self._head_may_come():
                 raise self._error
-            if self._closing:
-                raise ClosedError("this queue was left while its consumer waited")
             if self._exhausted():
                 self.over = True
                 raise StopIteration
             self._news.notify()
-            self._ready.wait()
+            return None
+
+    def _hand_out(self, claims: Claims) -> _Loaded:
+        head = self._buffer.popleft()
+        now = self._clock.monotonic()
+        claims.handed(head.claim, now)
+        self._room.notify()
+        wake = claims.wake(now)
+        if claims.due(now) or (wake is not None and wake < self._sleeps_until):
+            self._news.notify()
+        return head
 
     def _head_may_come(self) -> bool:
         claims = self._claims
@@ -220,8 +245,9 @@ class Feed:
             self._closing_since = self._clock.monotonic()
             if self._claims is not None:
                 self._claims.stop()
-            for condition in (self._news, self._room, self._ready):
-                condition.notify_all()
+            self._room.notify_all()
+            self._news.notify_all()
+            self._ready.ring()
         try:
             for thread in self._threads:
                 thread.join()
@@ -251,7 +277,7 @@ class Feed:
         for claim in kept:
             self._session.released((self._pass, claim.identifier, claim.attempt))
         if self.returned:
-            logger.warning("%s left early: %s", self._owner.learner, "; ".join(map(_say, self.returned)))
+            logger.warning("%s left early: %s", self._owner.learner, _say(self.returned))
 
     def _unclear(self, claims: Claims) -> dict[Claim, int]:
         """Batches in the consumer's hands that only coming back would have made trained.
@@ -291,7 +317,7 @@ class Feed:
             except BaseException as error:  # the consumer must hear of it, whatever it is
                 self._fail(error)
             finally:
-                self._ready.notify_all()
+                self._ready.ring()
                 self._room.notify_all()
 
     def _open(self) -> Opening | None:
@@ -388,14 +414,14 @@ class Feed:
             for twin in machine.take_twins():
                 self._twin |= twin.left is None and seen_here(twin.where) is not False
         self._news.notify()
-        self._ready.notify()
+        self._ready.ring()
 
     def _fail(self, error: BaseException) -> None:
         if self._error is None:
             self._error = error
         if self._claims is not None:
             self._claims.stop()
-        self._ready.notify_all()
+        self._ready.ring()
         self._news.notify()
 
     # -- the loading thread ------------------------------------------------------------------------------
@@ -420,7 +446,7 @@ class Feed:
                 if count is not None:
                     self._loaded(claim, count)
                 self._news.notify()
-                self._ready.notify()
+                self._ready.ring()
 
     def _no_more_to_load(self) -> bool:
         return self._claims is not None and self._claims.exhausted and self._claims.asks.idle
@@ -448,7 +474,7 @@ class Feed:
                     self._note_load(self._claims, now - began, first=count == 0)
                     self._buffer.append(_Loaded(claim, place, batch))
                     count += 1
-                    self._ready.notify()
+                    self._ready.ring()
                     while len(self._buffer) >= self._prefetch and not (self._closing or self._error):
                         self._room.wait()
                     if self._closing or self._error:
@@ -497,7 +523,14 @@ def _pairs(load: Load, value: object, identifier: str) -> Generator[tuple[int, A
             close()
 
 
-def _say(returned: Returned) -> str:
+def _say(returned: tuple[Returned, ...]) -> str:
+    """All in one line, the first few by name."""
+    names = [_say_one(claim) for claim in returned[:NAMED]]
+    more = len(returned) - len(names)
+    return "; ".join(names) + (f"; and {more} more units, see queue.returned" if more else "")
+
+
+def _say_one(returned: Returned) -> str:
     what = "given back" if returned.offered else "could not be given back, so nobody will train it"
     unclear = f", {returned.unclear} before it perhaps not trained" if returned.unclear else ""
     return f"{returned.unit} from batch {returned.begin} {what}{unclear}"

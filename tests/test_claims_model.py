@@ -5,13 +5,15 @@ The world below is a scheduler of its own (not `shardqueue.simulate`). Each lear
 out or trained, a learner turns, writes its log, crashes, leaves or joins, time passes) is one action, and a seeded
 random choice says which comes next. What happened is judged by what was trained, by value: never by logs.
 
-Two things are taken for granted, as the library does: a learner's first log lands within ten seconds, and whether a
-process runs can be seen. Runs are judged one by one: a run that broke off is followed by one that hands out all again.
+Three things are taken for granted, as the library does: a learner's first log lands within ten seconds, a call ends
+within a minute, and whether a process runs can be seen. Runs are judged one by one: a run that broke off is followed
+by one that hands out all again.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -28,13 +30,12 @@ from shardqueue.errors import (
     MailboxRefusedError,
     MailboxUnavailableError,
     RunFinishedError,
-    ShardQueueError,
 )
 from shardqueue.learner import Book
 from shardqueue.mailbox.calls import Get, List, PutIfAbsent
 from shardqueue.mailbox.memory import MemoryMailbox
 from shardqueue.plan import Plan
-from shardqueue.records import PROTOCOL, BackRecord, Manifest, PassKeys, Process
+from shardqueue.records import PROTOCOL, BackRecord, ClaimRecord, Manifest, PassKeys, Process, RunKeys
 from shardqueue.run import TRAIN, Opening
 from shardqueue.units import Step, Unit, unit_grid
 
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 
 LOG_LANDS = 5.0
 """Seconds within which a first log lands."""
+CALL_ENDS = 60.0
+"""Seconds within which a call ends, one way or another, and a learner does what it was woken for."""
 STALLED = 4000
 """Events without any progress that are taken for a livelock."""
 
@@ -83,6 +86,7 @@ class Scenario:
         faults: how many calls fail before their effect or lose their answer, at most.
         crashes: how many learners are killed, at most.
         leaves: how many leave in order before the end, at most.
+        after: how many batches are trained before the late ones join.
     """
 
     seed: int
@@ -93,6 +97,7 @@ class Scenario:
     crashes: int = 0
     leaves: int = 0
     scans: bool = False
+    after: int = 0
 
 
 PLANS: dict[str, Callable[[int, int], Mapping[str, object]]] = {
@@ -100,7 +105,9 @@ PLANS: dict[str, Callable[[int, int], Mapping[str, object]]] = {
     "lanes": lambda me, learners: grid(9, 3, 4, False),
     "tapered": lambda me, learners: grid(12, 4, 3, 2),
     "unknown sizes": lambda me, learners: {f"part-{n:02d}": n for n in range(14)},
-    "reversed by odd": lambda me, learners: backwards(grid(14, 1, 1, False)) if me % 2 else grid(14, 1, 1, False),
+    "reversed by odd": lambda me, learners: (
+        backwards(grid(14, 1, 1, False)) if me % 2 else grid(14, 1, 1, False)
+    ),
     "own slice first": lambda me, learners: own_first(grid(16, 1, 1, False), me, learners),
     "own slice first, mixed": lambda me, learners: own_first(
         {f"u{n}": Unit(n, 1 + n % 3, 0, 1) for n in range(9)}, me, learners
@@ -163,6 +170,7 @@ class Flight:
     call: Call
     ask: Ask | None
     machine: Opening | Claims | None
+    sent: float
     absent: bool | None = None
     done: bool = False
     answer: Answer = None
@@ -182,6 +190,7 @@ class Learner:
     phase: str = "opening"
     dirty: bool = True
     wake: float | None = None
+    turned: float = 0.0
     flights: list[Flight] = field(default_factory=list)
     to_load: deque[Claim] = field(default_factory=deque)
     given: int = 0
@@ -217,7 +226,7 @@ class World:
         self.learners: list[Learner] = []
         self.to_join = min(scenario.late, scenario.learners - 1)
         self.faults, self.crashes, self.leaves = scenario.faults, scenario.crashes, scenario.leaves
-        self.crashed: set[str] = set()
+        self.killed: set[str] = set()
         self.trained: dict[str, Counter[tuple[str, int]]] = {}
         self.events = self.progress = 0
         self.trace = 0
@@ -250,10 +259,10 @@ class World:
         """When time alone makes something happen, if it may pass that far."""
         times = [one.wake for one in self.learners if one.here and one.wake is not None]
         later = min((time for time in times if time > self.now), default=None)
-        patience = min((one.first_log for one in self.learners if one.first_log is not None), default=None)
-        if later is not None and patience is not None and later > patience + LOG_LANDS:
-            return None
-        return later
+        bounds = [one.first_log + LOG_LANDS for one in self.learners if one.first_log is not None]
+        bounds += [flight.sent + CALL_ENDS for one in self.learners if one.here for flight in one.flights]
+        bounds += [one.turned + CALL_ENDS for one in self.learners if self.turns(one)]
+        return None if later is None or later > min(bounds, default=later) else later
 
     def actions(self) -> list[Callable[[], object]]:
         """Everything that may come next."""
@@ -263,24 +272,26 @@ class World:
                 self.flight_actions(found, one, flight)
             if one.here:
                 self.learner_actions(found, one)
-        if self.to_join and self.random.random() < 0.05 or (not found and self.to_join):
+        due = self.to_join and sum(map(len, self.trained.values())) >= self.scenario.after
+        if (due and self.random.random() < 0.05) or (self.to_join and not found):
             found.append(self.join)
         return found
 
+    def turns(self, one: Learner) -> bool:
+        return one.here and (one.dirty or (one.wake is not None and one.wake <= self.now))
+
     def flight_actions(self, found: list[Callable[[], object]], one: Learner, flight: Flight) -> None:
-        if flight.done:
-            found.append(lambda: self.deliver(one, flight))
-            if self.faults and one.here:
-                found.append(lambda: self.lose(one, flight))
-        else:
-            found.append(lambda: self.effect(one, flight))
-            if self.faults and one.here and flight.absent is None:
-                found.append(lambda: self.lose(one, flight))
+        found.append(lambda: self.deliver(one, flight) if flight.done else self.effect(one, flight))
+        half_way = flight.absent is not None and not flight.done
+        if self.faults and one.here and not half_way and self.random.random() < 0.06:
+            found.append(lambda: self.lose(one, flight))
 
     def learner_actions(self, found: list[Callable[[], object]], one: Learner) -> None:
-        if one.dirty or (one.wake is not None and one.wake <= self.now):
+        if self.turns(one):
             found.append(lambda: self.turn(one))
-        if one.first_log is not None or (one.claims is not None and one.logs < 4 and self.random.random() < 0.05):
+        if one.first_log is not None or (
+            one.claims is not None and one.logs < 4 and self.random.random() < 0.05
+        ):
             found.append(lambda: self.log(one))
         if one.phase == "running":
             if one.to_load:
@@ -322,11 +333,11 @@ class World:
 
     def turn(self, one: Learner) -> None:
         """As the feed's driving thread."""
-        one.dirty = False
+        one.dirty, one.turned = False, self.now
         machine = one.machine
         for ask in machine.poll(self.now):
             self.check_asked(one, ask.call)
-            one.flights.append(Flight(ask.call, ask, machine))
+            one.flights.append(Flight(ask.call, ask, machine, self.now))
         if machine.asks.error is not None and one.phase != "leaving":
             self.ends_by(one, machine.asks.error)
             return
@@ -418,7 +429,7 @@ class World:
             flight.machine.asks.failed(flight.ask, error, self.now)
         else:  # a record that ends an attempt: insisted on
             assert isinstance(flight.call, PutIfAbsent)
-            one.flights.append(Flight(flight.call, None, None))
+            one.flights.append(Flight(flight.call, None, None, self.now))
         one.dirty = True
 
     def log(self, one: Learner) -> None:
@@ -463,7 +474,9 @@ class World:
         trained = self.trained[one.claims.run.run]
         trained[claim.identifier, index] += 1
         if trained[claim.identifier, index] > 1:
-            raise ViolationError(f"{claim.identifier}[{index}] was trained twice, last by {one.owner.learner}")
+            raise ViolationError(
+                f"{claim.identifier}[{index}] was trained twice, last by {one.owner.learner}"
+            )
         one.claims.pace.asked(self.now)
         claim.trained += 1
         one.book.train(1, self.now)
@@ -474,8 +487,7 @@ class World:
         """Killed: what was sent may still take effect, nothing else does."""
         self.crashes -= 1
         one.phase, one.first_log = "crashed", None
-        if one.claims is not None:
-            self.crashed.add(one.claims.run.run)
+        self.killed.add(one.owner.learner)
         one.flights = [flight for flight in one.flights if not flight.done and self.random.random() < 0.5]
         self.progress = self.events
 
@@ -496,7 +508,7 @@ class World:
             return
         if not one.backs:
             one.backs = one.claims.give_back("early")
-            one.flights = [Flight(call, None, None) for call in one.backs]
+            one.flights = [Flight(call, None, None, self.now) for call in one.backs]
             if one.backs:
                 return
         one.book.left = "error" if one.error else "early"
@@ -540,38 +552,43 @@ class World:
             if one.here:
                 raise ViolationError(f"{one.owner.learner} never ends: {one.phase}, wake {one.wake}")
         for run, trained in self.trained.items():
-            ended = [
-                one
-                for one in self.learners
-                if one.claims is not None and one.claims.run.run == run and one.book.left == "end"
-            ]
-            if ended and run not in self.crashed:
-                self.judge_run(run, trained, ended)
+            there = [one for one in self.learners if one.claims is not None and one.claims.run.run == run]
+            self.judge_run(run, trained, there)
 
-    def judge_run(self, run: str, trained: Counter[tuple[str, int]], ended: list[Learner]) -> None:
-        """Nobody crashed and somebody saw the end: each batch exactly once, but for what nobody could take."""
-        plan, keys = ended[0].plan, ended[0].opening.joined
-        assert keys is not None
-        names = keys.keys.pass_keys()
+    def judge_run(self, run: str, trained: Counter[tuple[str, int]], there: list[Learner]) -> None:
+        """Each batch was trained, but for what a killed learner held and what nobody was left to take."""
+        plan, claims = there[0].plan, there[0].claims
+        assert claims is not None
+        ended = [one for one in there if one.book.left == "end"]
         for position in range(len(plan)):
             identifier = plan.identifier(position)
             whole = batches_of(identifier, plan.value(position))
             done = [index for index in range(whole) if trained[identifier, index]]
-            if done == list(range(whole)):
+            attempt = self.last_attempt(claims.keys, identifier)
+            what = f"run {run}: {identifier}: {done} of {whole} trained"
+            if done == list(range(whole)) or (attempt is None and not ended):
                 continue
-            attempt = 0
-            while self.mailbox.get(names.claim(identifier, attempt + 1)) is not None:
-                attempt += 1
-            key = names.back(identifier, attempt)
-            data = self.mailbox.get(key)
+            if attempt is None:
+                raise ViolationError(f"{what}, never claimed")
+            claim, back = claims.keys.claim(identifier, attempt), claims.keys.back(identifier, attempt)
+            data = self.mailbox.get(back)
             if data is None:
-                raise ViolationError(f"run {run}: {identifier}: only {done} of {whole} trained, none given back")
-            begin = BackRecord.decode(data, key).begin
+                owner = ClaimRecord.decode(self.mailbox.get(claim) or b"", claim).learner
+                if owner not in self.killed:
+                    raise ViolationError(f"{what}, {owner} lives and gave nothing back")
+                continue
+            begin = BackRecord.decode(data, back).begin
             if done != list(range(begin)):
-                raise ViolationError(f"run {run}: {key} says {begin}, but trained were {done} of {whole}")
-            could = [one.owner.learner for one in ended if self.listed.get(one, 0) > self.landed[key]]
+                raise ViolationError(f"{what}, but {back} says {begin}")
+            could = [one.owner.learner for one in ended if self.listed.get(one, 0) > self.landed[back]]
             if could:
-                raise ViolationError(f"run {run}: {key} was passed over by {could}")
+                raise ViolationError(f"{what}; {back} was passed over by {could}")
+
+    def last_attempt(self, keys: PassKeys, identifier: str) -> int | None:
+        attempt = -1
+        while self.mailbox.get(keys.claim(identifier, attempt + 1)) is not None:
+            attempt += 1
+        return None if attempt < 0 else attempt
 
 
 def play(scenario: Scenario, rules: Rules | None = None, plans: Any = None) -> World:
@@ -582,23 +599,159 @@ def play(scenario: Scenario, rules: Rules | None = None, plans: Any = None) -> W
 
 # -- the tests ---------------------------------------------------------------------------------------------
 
-SCHEDULES = 1200
+
 distinct: set[tuple[int, int, str]] = set()
 
 
-@settings(
-    max_examples=SCHEDULES, deadline=None, database=None, suppress_health_check=list(HealthCheck), derandomize=True
-)
 @given(scenarios)
-def any_schedule(scenario: Scenario) -> None:
+@settings(
+    max_examples=1600,
+    deadline=None,
+    database=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
+def every_schedule_is_right(scenario: Scenario) -> None:
     world = play(scenario)
     distinct.add((world.trace, world.events, scenario.shape))
 
 
 def test_no_schedule_trains_a_batch_twice_or_leaves_one_out() -> None:
     distinct.clear()
-    any_schedule()
+    every_schedule_is_right()
     assert len(distinct) >= 1000
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("part", range(20))
+def test_many_more_schedules(part: int) -> None:
+    random = Random(part)
+    for _ in range(1500):
+        counts = [random.randint(0, most) for most in (4, 2, 8, 2, 3, 1)]
+        learners, late, faults, crashes, leaves, scans = counts
+        shape = random.choice(sorted(PLANS))
+        seed = random.randrange(2**32)
+        play(Scenario(seed, shape, learners + 1, late, faults, crashes, leaves, bool(scans)))
+
+
+@pytest.mark.parametrize("learners", [2, 5])
+def test_without_faults_and_crashes_every_batch_is_trained_once(learners: int) -> None:
+    for shape in sorted(PLANS):
+        for seed in range(5):
+            world = play(Scenario(seed, shape, learners))
+            plan = world.learners[0].plan
+            values = ((name, plan.value(plan.position(name))) for name in plan.units)
+            whole = {(name, index): 1 for name, value in values for index in range(batches_of(name, value))}
+            assert world.trained == {"1": Counter(whole)}
+
+
+@pytest.mark.parametrize("scans", [False, True])
+@pytest.mark.parametrize("shape", ["natural", "reversed"])
+def test_joining_late_on_more_units_than_a_page(shape: str, scans: bool) -> None:
+    units = grid(1300, 1, 1, False)
+    if shape == "reversed":
+        units = backwards(units)
+    world = play(
+        Scenario(3, shape, learners=3, late=1, faults=5, leaves=1, scans=scans, after=900),
+        plans=lambda me, learners: units,
+    )
+    late = world.learners[-1]
+    assert late.claims is not None
+    assert late.claims.window.careful == (shape == "natural")
+    assert late.book.left == "end"
+
+
+# -- one learner, one call at a time ------------------------------------------------------------------------
+
+
+def drain(
+    units: Mapping[str, object], mailbox: MemoryMailbox, *, late: bool, scans: bool = False
+) -> list[str]:
+    """Let one learner claim all it can; return the claims in order."""
+    plan, run = Plan(units), RunKeys("1")
+    nonces = iter(range(10**6))
+    claims = Claims(
+        plan,
+        run,
+        run.pass_keys(),
+        Owner("me", "0001"),
+        nonce=lambda: str(next(nonces)),
+        random=Random(0),
+        joined_late=late,
+        scans=scans,
+    )
+    keys, now = [], 0.0
+    while not claims.exhausted:
+        asks = claims.poll(now)
+        assert asks or claims.hand, "stuck"
+        for ask in asks:
+            now += 0.001
+            claims.asks.answered(ask, ask.call.perform(mailbox), now)
+        claims.take_won()
+        for claim in claims.take_proven():
+            keys.append(claim.key)
+            claims.loaded(claim, 1)
+            claims.handed(claim, now)
+            now += 1.0
+            claims.pace.asked(now)
+            claim.trained = 1
+            claims.settle(claim)
+    assert claims.asks.error is None
+    return keys
+
+
+def claimed_by_others(units: Mapping[str, object], positions: set[int]) -> MemoryMailbox:
+    mailbox, keys, plan = MemoryMailbox(), RunKeys("1").pass_keys(), Plan(units)
+    for position in positions:
+        mailbox.put_if_absent(keys.claim(plan.identifier(position)), b"{}")
+    return mailbox
+
+
+@pytest.mark.parametrize("scans", [False, True])
+def test_holes_far_behind_the_front_are_found_at_the_end(scans: bool) -> None:
+    units = grid(2600, 1, 1, False)
+    holes = {5, 300, 301, 999}
+    mailbox = claimed_by_others(units, set(range(2300)) - holes)
+    keys = drain(units, mailbox, late=True, scans=scans)
+    assert sorted(keys) == [f"units/{n:06d}-0.json" for n in sorted(holes) + list(range(2300, 2600))]
+
+
+@pytest.mark.parametrize("taken", [0, 1, 999, 1000, 1001, 1500, 1999, 2000])
+def test_wherever_the_front_is_a_late_joiner_finds_it(taken: int) -> None:
+    units = grid(2000, 1, 1, False)
+    keys = drain(units, claimed_by_others(units, set(range(taken))), late=True)
+    assert sorted(keys) == [f"units/{n:06d}-0.json" for n in range(taken, 2000)]
+
+
+def test_foreign_keys_and_old_attempts_do_not_confuse_the_search() -> None:
+    units = grid(1800, 1, 1, False)
+    mailbox = claimed_by_others(units, set(range(1200)))
+    for number in range(0, 1200, 3):
+        mailbox.put_if_absent(f"back/{number:06d}-0.json~0", BackRecord.encode(given_back(number)))
+        mailbox.put_if_absent(f"units/{number:06d}-0.json~1", b"{}")
+    mailbox.put_if_absent("units/zzz", b"foreign")
+    mailbox.put_if_absent("units/000000-0.json.part", b"foreign")
+    keys = drain(units, mailbox, late=True)
+    assert sorted(keys) == [f"units/{n:06d}-0.json" for n in range(1200, 1800)]
+
+
+def given_back(begin: int) -> BackRecord:
+    return BackRecord(begin=begin, learner="other", instance="0002", why="early")
+
+
+def test_given_back_attempts_are_taken_last_and_in_turn() -> None:
+    units = grid(4, 1, 1, False)
+    mailbox = claimed_by_others(units, {0, 1})
+    mailbox.put_if_absent("back/000000-0.json~0", given_back(0).encode())
+    mailbox.put_if_absent("back/000001-0.json~0", given_back(0).encode())
+    mailbox.put_if_absent("units/000001-0.json~1", b"{}")
+    mailbox.put_if_absent("back/000001-0.json~1", given_back(0).encode())
+    keys = drain(units, mailbox, late=True)
+    assert sorted(keys[:2]) == ["units/000002-0.json", "units/000003-0.json"]
+    assert sorted(keys[2:]) == ["units/000000-0.json~1", "units/000001-0.json~2"]
+
+
+# -- mutants -----------------------------------------------------------------------------------------------
 
 
 class RoundsToWon(Asks):
@@ -635,7 +788,7 @@ def zero_begin(data: bytes) -> bytes:
 class OneKey(PassKeys):
     """Every attempt is claimed under the unit's first key."""
 
-    def claim(self, identifier: str, attempt: int = 0) -> str:  # noqa: ARG002
+    def claim(self, identifier: str, attempt: int = 0) -> str:
         return PassKeys.claim(self, identifier)
 
 
@@ -658,7 +811,7 @@ class Unread(Claims):
         if claim.state is State.WON:
             claim.state = State.OURS
 
-    def _confirmed(self, claim: Claim, answer: Answer, now: float) -> None:  # noqa: ARG002
+    def _confirmed(self, claim: Claim, answer: Answer, now: float) -> None:
         super()._confirmed(claim, claim.data, now)
 
 
@@ -667,28 +820,55 @@ def seeds(count: int, **fixed: Any) -> list[Scenario]:
     shapes = sorted(PLANS)
     return [
         replace(
-            Scenario(seed=seed, shape=shapes[seed % len(shapes)], learners=2 + seed % 4, faults=6, leaves=1), **fixed
+            Scenario(seed=seed, shape=shapes[seed % len(shapes)], learners=2 + seed % 4, faults=6, leaves=1),
+            **fixed,
         )
         for seed in range(count)
     ]
 
 
-def one_for_all(me: int) -> Owner:  # noqa: ARG001
+def one_for_all(me: int) -> Owner:
     return Owner("learner", "0000")
 
 
 MUTANTS: dict[str, tuple[Rules, str]] = {
-    "equal owners and nonces": (Rules(owner=one_for_all, nonce=lambda me, count: f"{count}"), "trained twice"),
-    "unclear is won": (Rules(asks=RoundsToWon), "the store said we created it"),
+    "equal owners and nonces": (
+        Rules(owner=one_for_all, nonce=lambda me, count: f"{count}"),
+        "trained twice",
+    ),
+    "unclear is won": (Rules(asks=RoundsToWon), "the store said we created it|trained twice"),
     "unclear is won, unread": (Rules(asks=RoundsToWon, claims=Unread), "before its read-back agreed"),
-    "unclear is lost": (Rules(asks=RoundsToLost), "none given back"),
+    "unclear is lost": (Rules(asks=RoundsToLost), "gave nothing back"),
     "begins again": (Rules(claims=BeginsAgain), "trained twice"),
     "one key for all attempts": (Rules(keys=OneKey), "two different bodies|was passed over"),
     "check, then act": (Rules(two_steps=True), "trained twice|the store said we created it"),
     "check, then act, unread": (Rules(two_steps=True, claims=Unread), "before its read-back agreed"),
-    "a store that lies": (Rules(store=Liar), "the store said we created it"),
+    "a store that lies": (Rules(store=Liar), "the store said we created it|trained twice"),
     "a store that lies, unread": (
         Rules(store=Liar, hands=lambda claim: claim.state is not State.LOST),
         "before its read-back agreed",
     ),
 }
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_the_judge_catches(mutant: str) -> None:
+    rules, expected = MUTANTS[mutant]
+    found = []
+    for scenario in seeds(60):
+        try:
+            play(scenario, rules)
+        except ViolationError as violation:
+            found.append(str(violation))
+    assert found
+    assert any(re.search(expected, violation) for violation in found), found[:3]
+
+
+@pytest.mark.xfail(reason="a claim whose read-back disagreed is given back all the same", strict=True)
+def test_a_store_that_lies_is_refused_before_anything_is_trained_twice() -> None:
+    refused = 0
+    for scenario in seeds(60):
+        world = World(scenario, Rules(store=Liar), PLANS[scenario.shape]).run()
+        errors = [one.error for one in world.learners if one.error is not None]
+        refused += any(isinstance(error, MailboxRefusedError) for error in errors)
+    assert refused > 20

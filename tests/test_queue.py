@@ -6,20 +6,20 @@ import pickle
 import random
 import threading
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import pytest
 
 from shardqueue import Mailbox, Step, Unit, open_mailbox, shared_queue, unit_files, unit_grid, unit_ranges
-from shardqueue.errors import ClosedError
+from shardqueue.errors import ClosedError, PassFinishedError
 from shardqueue.mailbox.faults import Counted, Delayed, Wrapper
 from shardqueue.mailbox.memory import MemoryMailbox
 from shardqueue.records import BackRecord, LogPage, RunKeys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
-    from pathlib import Path
 
 T = TypeVar("T")
 Value = tuple[int, int]
@@ -293,7 +293,7 @@ def test_files_and_row_ranges(memory: Mailbox, tmp_path: Path) -> None:
         path.write_text(f"{path.name} one\n{path.name} two\n")
 
     def lines(path: str) -> Iterator[tuple[int, str]]:
-        with open(path) as file:
+        with Path(path).open() as file:
             yield from enumerate(file)
 
     assert len(set(train(unit_files(map(str, paths)), memory, "a", loader=lines))) == 10
@@ -347,7 +347,7 @@ def test_a_file_stays_open_only_while_its_unit_is_read(memory: Mailbox, tmp_path
     opened = []
 
     def lines(path: str) -> Any:
-        opened.append(open(path))  # noqa: SIM115 - an iterator with a close
+        opened.append(Path(path).open())  # noqa: SIM115 - the iterator closes it
         return enumerate(opened[-1])
 
     class Closing:
@@ -397,9 +397,9 @@ def test_batches_of_a_unit_come_in_the_order_of_load(memory: Mailbox) -> None:
 def test_the_users_random_state_is_left_alone(memory: Mailbox) -> None:
     random.seed(5)
     np.random.seed(5)
-    before = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index,union-attr]
+    before = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]
     train(unit_grid(20, 2), memory, "a")
-    assert (random.getstate(), np.random.get_state()[1].tolist()) == before  # type: ignore[index,union-attr]
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before  # type: ignore[index]
 
 
 # -- how far ahead -----------------------------------------------------------------------------------------
@@ -525,20 +525,22 @@ def test_leaving_in_order_makes_the_last_batch_trained(memory: Mailbox) -> None:
 @pytest.mark.parametrize("most", [0, 1, 3, 7])
 def test_another_learner_trains_exactly_the_rest(mailbox: Mailbox, most: int) -> None:
     units = unit_grid(24, 4, lanes=2, taper=False)
-    stay = threading.Event()
+    here, go_on = threading.Event(), threading.Event()
 
     def staying() -> list[Any]:
         """It lives on, so that the run does too."""
         trained = []
         with shared_queue(units, mailbox, "b", load, prefetch=1) as queue:
             for _, batch in queue:
+                here.set()
+                assert go_on.wait(PATIENCE)
                 trained.append(batch)
-                assert stay.wait(PATIENCE)
         return trained
 
     other = Task(staying)
+    assert here.wait(PATIENCE)
     first = train(units, mailbox, "a", most=most)
-    stay.set()
+    go_on.set()
     assert Counter(first) + Counter(other.result()) == dataset(units)
     assert sum(credited(mailbox).values()) == 48
 
@@ -564,14 +566,16 @@ def test_attempts_and_places_show_in_the_step(memory: Mailbox) -> None:
 # -- its life ----------------------------------------------------------------------------------------------
 
 
-def test_a_finished_queue_is_empty_when_iterated_again(memory: Mailbox) -> None:
+def test_a_finished_queue_says_so_when_iterated_again(memory: Mailbox) -> None:
     with shared_queue(unit_grid(5, 2), memory, "a", load) as queue:
         assert len(list(queue)) == 5
-        assert list(queue) == []
         assert next(queue, None) is None
+        with pytest.raises(PassFinishedError, match=r"'a'.*run="):
+            list(queue)
     with pytest.raises(ClosedError, match="left"):
         next(queue)
     assert queue.returned == ()
+    assert last_page(memory, "a").left == "end"
 
 
 def test_a_queue_is_entered_once(memory: Mailbox) -> None:
