@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 SPEEDS = (1.0, 0.5, 0.5, 0.25)
 RATIO = "x limit"
+LOG_EVERY = 100.0
+"""Batches of the fastest node between two writes of a log: the 5 s of a real run, at 50 ms a batch."""
 PATIENCE = 60.0
 """Seconds to wait for all nodes to be ready to start."""
 
@@ -60,6 +62,7 @@ class Case:
         latency: seconds every mailbox call takes.
         nodes: who trains.
         prefetch: loaded batches that may wait.
+        log_every: in virtual time, seconds between two writes of a log, from which the others learn the speeds.
     """
 
     name: str
@@ -68,6 +71,7 @@ class Case:
     latency: float
     nodes: tuple[Node, ...] = tuple(Node(speed=speed) for speed in SPEEDS)
     prefetch: int = 8
+    log_every: float = 0.6
 
     @property
     def batches(self) -> int:
@@ -209,7 +213,14 @@ def bare(case: Case) -> Run:
 
 
 def in_virtual_time(case: Case, seed: int = 0) -> Run:
-    outcome = simulate(case.units, case.nodes, batch_seconds=case.seconds, latency=case.latency, seed=seed)
+    outcome = simulate(
+        case.units,
+        case.nodes,
+        batch_seconds=case.seconds,
+        latency=case.latency,
+        log_every=case.log_every,
+        seed=seed,
+    )
     return Run(outcome.ratio, outcome.claim_requests / len(case.units), _by_value(case, outcome))
 
 
@@ -297,7 +308,7 @@ class Makespan:
     def _many(self, nodes: int, steps: int, latency: float, reach: float | None, seeds: int) -> None:
         fleet = tuple(Node(speed=speed) for speed in SPEEDS * (nodes // len(SPEEDS)))
         name = f"{nodes} nodes, {4 * steps // 1000}k batches, latency {latency:g}"
-        case = Case(name, unit_grid(steps, 20, 4, taper=nodes), 1.0, latency, fleet)
+        case = Case(name, unit_grid(steps, 20, 4, taper=nodes), 1.0, latency, fleet, log_every=LOG_EVERY)
         runs = self.virtual(case, 1 if self.quick else seeds)
         self.add(case, "virtual", runs, reach, f"equal split {case.split([1 / nodes] * nodes):.3f}")
 
@@ -320,7 +331,9 @@ class Makespan:
 
     def slower_from_half_way(self) -> None:
         """The fastest node becomes four times slower when half the work is done."""
-        long = Case("fastest 4x slower, 16k batches", unit_grid(4000, 20, 4, taper=4), 1.0, 0.05)
+        long = Case(
+            "fastest 4x slower, 16k batches", unit_grid(4000, 20, 4, taper=4), 1.0, 0.05, log_every=LOG_EVERY
+        )
         short = Case(
             "fastest 4x slower, 400 x 25 ms, 1.25 ms a call",
             unit_grid(100, 1, 4, taper=False),

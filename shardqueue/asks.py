@@ -62,9 +62,10 @@ class Asks:
         """Have `call` made once `when` has come."""
         self._later.append((when, Ask(call, then)))
 
-    def forget(self) -> None:
-        """Drop what has not been handed out yet; what is under way or being repeated stays."""
-        self._ready.clear()
+    def forget(self) -> list[Call]:
+        """Drop, and return, what has not been handed out yet; what is under way or being repeated stays."""
+        dropped, self._ready = self._ready, []
+        return [ask.call for ask in dropped]
 
     def poll(self, now: float) -> list[Ask]:
         """Return the calls to make now."""

@@ -220,7 +220,8 @@ class Claims:
     def stop(self) -> None:
         """Ask for nothing new."""
         self.stopped = True
-        self.asks.forget()
+        never_sent = {call.key for call in self.asks.forget() if isinstance(call, PutIfAbsent)}
+        self._asking = {claim: None for claim in self._asking if claim.key not in never_sent}
 
     # -- what to do --------------------------------------------------------------------------------------
 

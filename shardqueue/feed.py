@@ -32,6 +32,7 @@ from shardqueue.errors import (
     LoadError,
     MailboxUnavailableError,
     PassFinishedError,
+    RunError,
     ShardQueueError,
     ShardQueueWarning,
 )
@@ -39,7 +40,7 @@ from shardqueue.learner import learner_label, seen_here
 from shardqueue.mailbox import open_mailbox
 from shardqueue.plan import Plan, check_identifier
 from shardqueue.records import PROTOCOL, Manifest
-from shardqueue.run import TRAIN, Opening
+from shardqueue.run import TRAIN, Opening, check_manifest
 from shardqueue.session import FAREWELL, Session, find_session
 from shardqueue.units import Step, check_int
 
@@ -112,6 +113,8 @@ class _Loaded:
 class Feed:
     """One pass of one learner over a plan, batch by batch.
 
+    `tracked`: what its consumer takes is reported by `Session.track`, further out.
+
     Args:
         plan: the units.
         session: the entered session it belongs to.
@@ -122,6 +125,7 @@ class Feed:
 
     def __init__(self, plan: Plan, session: Session, load: Load, prefetch: int, run: str | None) -> None:
         self.returned: tuple[Returned, ...] = ()
+        self.tracked = False
         self._plan, self._session, self._load, self._prefetch = plan, session, load, prefetch
         self._run = run
         self._pass = ""
@@ -164,13 +168,15 @@ class Feed:
             StopIteration: nothing is left.
         """
         began = self._clock.monotonic()
-        self._session.came_back()
+        if not self.tracked:
+            self._session.came_back()
         with self._lock:
             if self._claims is not None:
                 self._claims.pace.asked(began)
         while (head := self._head()) is None:
             self._ready.wait()
-        self._session.handed(head.step, self._clock.monotonic() - began)
+        if not self.tracked:
+            self._session.handed(head.step, self._clock.monotonic() - began)
         if self._twin and not self._warned_twin:
             self._warned_twin = True
             _warn_twin(self._owner.learner)
@@ -323,6 +329,12 @@ class Feed:
     def _open(self) -> Opening | None:
         joined = self._session.joined
         if joined is not None:
+            if self._run not in (None, joined.keys.run):
+                raise RunError(
+                    f"run={self._run!r}: the entered session of {self._owner.learner!r} is in run "
+                    f"{joined.keys.run!r}; leave it, and enter a new Session for another run"
+                )
+            check_manifest(joined.keys, joined.manifest, self._plan)
             self._begin(joined, late=True)
             return None
         manifest = Manifest(
@@ -411,6 +423,7 @@ class Feed:
         if isinstance(machine, Claims):
             for claim in machine.take_proven():
                 self._session.claimed((self._pass, claim.identifier, claim.attempt))
+                self._settle(machine, claim)
             for twin in machine.take_twins():
                 self._twin |= twin.left is None and seen_here(twin.where) is not False
         self._news.notify()

@@ -166,6 +166,7 @@ class Book:
     _held: dict[tuple[str, str, int], None] = field(default_factory=dict)
     _handed: list[_Handed] = field(default_factory=list)
     _spans: list[_Span] = field(default_factory=list)
+    _full: dict[int, list[TrainedSpan]] = field(default_factory=dict)
     _page: int = 0
     _write: int = 0
 
@@ -203,42 +204,52 @@ class Book:
         """What is in hand of a pass will not be trained by us, or nobody will ever know."""
         self._handed = [handed for handed in self._handed if handed.step.pass_ != pass_]
 
-    def page(self, wall: float, elapsed: float, rate: float) -> LogPage:
-        """Return the last page as it is to be written now."""
+    def pages(self, wall: float, elapsed: float, rate: float) -> list[LogPage]:
+        """Return the pages that have to be written now: full ones, then the current one, which is the last."""
+        if len(self._spans) >= PAGE_SPANS:
+            self._full[self._page] = [span.frozen() for span in self._spans]
+            self._spans = []
+            self._page += 1
+        spans = {**self._full, self._page: [span.frozen() for span in self._spans]}
+        totals = Totals(
+            claimed=self.claimed,
+            batches=self.batches,
+            samples=self.samples,
+            elapsed=elapsed,
+            waited=self.waited,
+        )
+        return [self._as_page(number, trained, totals, wall, rate) for number, trained in spans.items()]
+
+    def wrote(self, page: LogPage, clear: bool) -> None:
+        """`page` was written. If that did not end clearly, its content goes on a new page: readers take the union."""
+        full = self._full.pop(page.page, None)
+        if clear:
+            return
+        self._page += 1
+        if full is not None:
+            self._full[self._page] = full
+            self._page += 1
+
+    def _as_page(
+        self, number: int, trained: list[TrainedSpan], totals: Totals, wall: float, rate: float
+    ) -> LogPage:
         self._write += 1
         return LogPage(
             learner=self.learner,
             instance=self.instance,
             process=self.process,
-            page=self._page,
+            page=number,
             write=self._write,
             run_id=self.run_id,
             where=self.where,
             wall=wall,
-            totals=Totals(
-                claimed=self.claimed,
-                batches=self.batches,
-                samples=self.samples,
-                elapsed=elapsed,
-                waited=self.waited,
-            ),
+            totals=totals,
             rate=rate,
             grade=self.grade,
-            trained=[span.frozen() for span in self._spans],
+            trained=trained,
             held=[HeldClaim(*key) for key in self._held],
             left=self.left,
         )
-
-    def wrote(self, clear: bool) -> None:
-        """The page was written; when that did not end clearly or it is full, the next one begins.
-
-        What an unclear write held is written again on the new page: readers take the union.
-        """
-        full = len(self._spans) >= PAGE_SPANS
-        if full or not clear:
-            self._page += 1
-        if full and clear:
-            self._spans = []
 
     def _extend(self, handed: _Handed, wall: float, global_step: int | None) -> None:
         step = handed.step

@@ -28,7 +28,7 @@ from shardqueue.errors import InvalidInputError
 from shardqueue.units import LazyUnits, Unit, UnitFiles, rebuild
 
 _SEGMENT_BYTES = 180
-_TOTAL_BYTES = 720
+_TOTAL_BYTES = 512
 _REFUSED = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff~\\\\]")
 
 
@@ -36,7 +36,7 @@ def check_identifier(name: object, what: str = "identifier", folders: bool = Tru
     """Return `name` if it may become part of a key in the mailbox.
 
     Grammar: a non-empty str of segments separated by "/", none of them empty or starting with "."; no "~", backslash,
-    control character, line separator or lone surrogate; at most 180 bytes of UTF-8 a segment, 720 in all.
+    control character, line separator or lone surrogate; at most 180 bytes of UTF-8 a segment, 512 in all.
 
     Args:
         name: what to check.

@@ -68,7 +68,7 @@ class Joined:
 
     Attributes:
         keys: where it lives.
-        run_id: the random id of its manifest.
+        manifest: what it was opened with.
         peers: (learner, instance) of those who were there before us.
         late: somebody has claimed before us.
         twin: another live learner has our label.
@@ -76,7 +76,7 @@ class Joined:
     """
 
     keys: RunKeys
-    run_id: str
+    manifest: Manifest
     peers: frozenset[tuple[str, str]] = frozenset()
     late: bool = False
     twin: bool = False
@@ -206,7 +206,7 @@ class Opening:
     def _listed_runs(self, look: _Look, answer: Answer, now: float) -> None:
         assert isinstance(answer, list)
         names = [key.removeprefix(RUNS).removesuffix(".json") for key in answer]
-        newest = max((int(name) for name in names if name.isdecimal()), default=1)
+        newest = max((int(name) for name in names if _is_number(name)), default=1)
         if newest > int(look.keys.run):
             newer = self._look_at(RunKeys(str(newest)), now)
             self._ask(newer, Get(newer.keys.manifest), self._read_manifest)
@@ -221,8 +221,8 @@ class Opening:
             if parsed is not None and parsed[2] == "main":
                 watched = look.learners.setdefault(parsed[:2], _Watched(key, since=now))
                 watched.key = key
-        if self._wanted is None:
-            for watched in look.learners.values():
+        for (learner, _), watched in look.learners.items():
+            if self._wanted is None or learner == self._owner.learner:
                 self._ask(look, Get(watched.key), partial(self._read_log, watched))
 
     def _read_log(self, watched: _Watched, look: _Look, answer: Answer, now: float) -> None:  # noqa: ARG002
@@ -263,26 +263,13 @@ class Opening:
 
     def _join(self, look: _Look) -> None:
         assert look.manifest is not None
-        self._check(look.keys, look.manifest)
+        check_manifest(look.keys, look.manifest, self._plan)
         namesakes = (w.page for (name, _), w in look.learners.items() if name == self._owner.learner)
         pages = [page for page in namesakes if page is not None]
         twin = any(judge(page, self._seen(page.where), False, 0.0) is Life.ALIVE for page in pages)
         late = look.anything_claimed and look.manifest is not self._manifest
         peers = frozenset(look.learners)
-        self.joined = Joined(look.keys, look.manifest.run_id, peers, late, twin, tuple(self._notices))
-
-    def _check(self, keys: RunKeys, manifest: Manifest) -> None:
-        if manifest.protocol != PROTOCOL:
-            raise RunError(
-                f"{keys.manifest} speaks protocol {manifest.protocol}, this version {PROTOCOL}; "
-                "use one version of shardqueue on all nodes"
-            )
-        signature = manifest.plans.get(TRAIN)
-        if signature is None or not self._plan.matches(signature):
-            raise PlanMismatchError(
-                f"run {keys.run} was opened with another plan: {describe_signature(signature)}; "
-                f"this learner has {self._plan.describe()}. Give every node the same plan, or use another prefix"
-            )
+        self.joined = Joined(look.keys, look.manifest, peers, late, twin, tuple(self._notices))
 
     def _finished(self, look: _Look) -> RunFinishedError:
         run = look.keys.run
@@ -290,6 +277,31 @@ class Opening:
             f"run {run} under this prefix is finished: all {len(self._plan)} units were handed out. "
             f'To train again, use another prefix, or name a run: shared_queue(..., run="again-{int(run) + 1}")'
         )
+
+
+def check_manifest(keys: RunKeys, manifest: Manifest, plan: Plan) -> None:
+    """Raise unless a run with this manifest hands out this plan.
+
+    Raises:
+        RunError: it speaks another version of the protocol.
+        PlanMismatchError: it was opened with another plan.
+    """
+    if manifest.protocol != PROTOCOL:
+        raise RunError(
+            f"{keys.manifest} speaks protocol {manifest.protocol}, this version {PROTOCOL}; "
+            "use one version of shardqueue on all nodes"
+        )
+    signature = manifest.plans.get(TRAIN)
+    if signature is None or not plan.matches(signature):
+        raise PlanMismatchError(
+            f"run {keys.run} was opened with another plan: {describe_signature(signature)}; this learner has "
+            f"{plan.describe()}. Give every node the same plan, or use another prefix"
+        )
+
+
+def _is_number(name: str) -> bool:
+    """Whether a run has this number, rather than a name that looks like one ("007")."""
+    return name.isascii() and name.isdecimal() and str(int(name)) == name and name != "0"
 
 
 def describe_signature(signature: dict[str, object] | None) -> str:

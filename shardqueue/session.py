@@ -29,6 +29,7 @@ from shardqueue.errors import (
 from shardqueue.learner import LOG_EVERY, Book, learner_label, new_instance, this_process
 from shardqueue.mailbox import open_mailbox
 from shardqueue.throughput import Rates, Rolling
+from shardqueue.units import check_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from shardqueue.clock import Clock
     from shardqueue.feed import Feed
     from shardqueue.mailbox import Mailbox
-    from shardqueue.records import Left
+    from shardqueue.records import Left, LogPage
     from shardqueue.run import Joined
     from shardqueue.units import Step
 
@@ -47,6 +48,7 @@ logger = logging.getLogger("shardqueue")
 
 STEPLESS = 256
 """Batches handed out without a single `step()` after which it is taken to have been forgotten."""
+LONGEST_LOG_EVERY = 86400.0
 FAREWELL = 10.0
 """Seconds for which leaving tries to say so in the mailbox."""
 
@@ -80,8 +82,10 @@ class Session:
         clock: Clock | None = None,
         _own: bool = False,
     ) -> None:
-        if not log_every > 0:
-            raise InvalidInputError("log_every", log_every, "more than 0 seconds", f"pass {LOG_EVERY:g}")
+        seconds: object = log_every
+        if not isinstance(seconds, int | float) or not 0 < seconds <= LONGEST_LOG_EVERY:
+            bound = f"more than 0 and at most {LONGEST_LOG_EVERY:g} seconds"
+            raise InvalidInputError("log_every", log_every, bound, f"pass {LOG_EVERY:g}")
         self.learner_id = learner_label(learner_id)
         self.instance = new_instance()
         self.source = mailbox
@@ -95,7 +99,6 @@ class Session:
         self._implicit = _own
         self._own = _own
         self._stepped = False
-        self._tracking = 0
         self._feeds: dict[str, Feed] = {}
         self._finished: set[str] = set()
         self._ended: Left = "early"
@@ -114,11 +117,11 @@ class Session:
             global_step: the optimizer step, if the loop counts them.
 
         Raises:
-            InvalidInputError: `samples` is negative.
+            InvalidInputError: `samples` or `global_step` is not a whole number, or negative.
             ClosedError: the session is not entered.
         """
-        if samples < 0:
-            raise InvalidInputError("samples", samples, "0 or more", "pass the number of samples trained")
+        samples = check_count("samples", samples)
+        global_step = None if global_step is None else check_count("global_step", global_step)
         self._check_open()
         with self.lock:
             self._stepped, self._implicit = True, False
@@ -137,26 +140,31 @@ class Session:
         from shardqueue.tracking import steps_in  # only loops that track pay for it
 
         self._check_open()
-        with self.lock:
-            self._tracking += 1
-        try:
-            iterator = iter(loader)
-            while True:
-                began = self.clock.monotonic()
-                try:
-                    item = next(iterator)
-                except StopIteration:
-                    self._came_back()
-                    return
-                self._came_back()
-                waited = self.clock.monotonic() - began
-                for step in steps_in(item):
-                    self._hand(step, waited)
-                    waited = 0.0
-                yield item
-        finally:
+        for pass_ in list(self._feeds):
+            self._track(pass_)
+        iterator = iter(loader)
+        while True:
+            began = self.clock.monotonic()
+            try:
+                item = next(iterator)
+            except StopIteration:
+                self.came_back()
+                return
+            self.came_back()
+            waited = self.clock.monotonic() - began
+            for step in steps_in(item):
+                self._track(step.pass_)
+                self.handed(step, waited)
+                waited = 0.0
+            yield item
+
+    def _track(self, pass_: str) -> None:
+        """From now on only `track` reports what the consumer of this pass has; a wrapper holds what was taken."""
+        feed = self._feeds.get(pass_)
+        if feed is not None and not feed.tracked:
+            feed.tracked = True
             with self.lock:
-                self._tracking -= 1
+                self._book.drop(pass_)
 
     @property
     def rates(self) -> Rates:
@@ -211,7 +219,7 @@ class Session:
     def admit(self, feed: Feed, pass_: str) -> None:
         """A feed begins on a pass; an older one of ours on the same pass is closed."""
         self._check_open()
-        older = self._feeds.pop(pass_, None)
+        older = self._feeds.get(pass_)
         if older is not None:
             older.close(failed=False)
         if pass_ in self._finished:
@@ -237,7 +245,7 @@ class Session:
             if self.joined is not None:
                 return
             self.joined = joined
-            self._book.run_id = joined.run_id
+            self._book.run_id = joined.manifest.run_id
             self._writer = _LogWriter(self)
         self._writer.start()
 
@@ -252,16 +260,12 @@ class Session:
             self._book.release(key)
 
     def handed(self, step: Step, waited: float) -> None:
-        """A feed gave a batch to its consumer."""
-        if not self._tracking:
-            self._hand(step, waited)
+        """A batch reached the loop, which had waited for it."""
+        with self.lock:
+            self._book.hand(step, waited, self.clock.wall())
 
     def came_back(self) -> None:
-        """The consumer of a feed asks for the next batch."""
-        if not self._tracking:
-            self._came_back()
-
-    def _came_back(self) -> None:
+        """The loop asks for the next batch."""
         forgotten = False
         with self.lock:
             self._rolling.start(self.clock.monotonic())
@@ -299,28 +303,22 @@ class Session:
         """Whether coming back for the next batch makes the last one trained."""
         return self._implicit
 
-    def page(self) -> tuple[str, bytes]:
-        """The log's last page, as it is to be written now: key and bytes."""
+    def pages(self) -> list[LogPage]:
+        """The log's pages that have to be written now, the current one last."""
         grades = [feed.grade for feed in list(self._feeds.values())]
         with self.lock:
             self._book.grade = next((grade for grade in grades if grade is not None), self._book.grade)
-            assert self.joined is not None
             now = self.clock.monotonic()
-            page = self._book.page(
+            return self._book.pages(
                 self.clock.wall(), self._rolling.elapsed(now), self._rolling.recent(now)[1]
             )
-            return self.joined.keys.log(page.learner, page.instance, page.process, page.page), page.encode()
 
-    def wrote(self, clear: bool) -> None:
+    def wrote(self, page: LogPage, clear: bool) -> None:
         """The page was written, or it is not clear whether it was."""
         with self.lock:
-            self._book.wrote(clear)
+            self._book.wrote(page, clear)
 
     # -- inside ------------------------------------------------------------------------------------------
-
-    def _hand(self, step: Step, waited: float) -> None:
-        with self.lock:
-            self._book.hand(step, waited, self.clock.wall())
 
     def _train(self, samples: int, global_step: int | None = None) -> list[Step]:
         """What is in hand is trained; to be told to the feeds once the lock is released.
@@ -438,14 +436,23 @@ class _LogWriter:
             threading.Event().wait(0.5)
 
     def _write(self) -> bool:
-        key, data = self._session.page()
-        try:
-            self._session.mailbox.put(key, data)
-        except Exception as error:
-            self._session.wrote(clear=False)
-            if not self._told and not isinstance(error, MailboxUnavailableError):
-                self._told = True
-                logger.warning("the log of %s cannot be written: %s", self._session.learner_id, error)
-            return not isinstance(error, MailboxUnavailableError)
-        self._session.wrote(clear=True)
+        session = self._session
+        assert session.joined is not None
+        keys = session.joined.keys
+        for page in session.pages():
+            key = keys.log(page.learner, page.instance, page.process, page.page)
+            try:
+                session.mailbox.put(key, page.encode())
+            except Exception as error:
+                session.wrote(page, clear=False)
+                return self._give_up(error)
+            session.wrote(page, clear=True)
         return True
+
+    def _give_up(self, error: Exception) -> bool:
+        """Say once what trying again will not mend; return whether there is no point in it."""
+        passing = isinstance(error, MailboxUnavailableError)
+        if not passing and not self._told:
+            self._told = True
+            logger.warning("the log of %s cannot be written: %s", self._session.learner_id, error)
+        return not passing

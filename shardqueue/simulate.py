@@ -228,7 +228,7 @@ class _Learner:
             joined_late=joined.late,
         )
         self.claims.met(set(joined.peers))
-        self.book.run_id = joined.run_id
+        self.book.run_id = joined.manifest.run_id
         self.write_log()
         self.turn()
 
@@ -255,19 +255,18 @@ class _Learner:
         world.at(world.now + latency, hear)
 
     def write_log(self) -> None:
-        """Write the log page half a call from now."""
+        """Write the log half a call from now."""
         world = self._world
         assert self.claims is not None
         self.book.grade = self.claims.pace.grade
-        page = self.book.page(world.now, world.now, 0.0)
-        key = self.claims.run.log(page.learner, page.instance, page.process, page.page)
-        self.book.wrote(clear=True)
+        for page in self.book.pages(world.now, world.now, 0.0):
+            key = self.claims.run.log(page.learner, page.instance, page.process, page.page)
+            self.book.wrote(page, clear=True)
+            world.at(world.now + world.latency() / 2, partial(self._put, key, page.encode()))
 
-        def effect() -> None:
-            world.requests["Put"] += 1
-            world.mailbox.put(key, page.encode())
-
-        world.at(world.now + world.latency() / 2, effect)
+    def _put(self, key: str, data: bytes) -> None:
+        self._world.requests["Put"] += 1
+        self._world.mailbox.put(key, data)
 
     def _load(self, claim: Claim) -> None:
         assert self.claims is not None

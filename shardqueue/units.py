@@ -23,7 +23,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Any, SupportsIndex
 
 from shardqueue.errors import InvalidInputError
 
@@ -46,6 +46,21 @@ def check_int(name: str, value: object, low: int, high: int = _LARGEST) -> int:
             return int(value)
         remedy = f"pass at least {low}" if value < low else f"pass at most {high}"
     raise InvalidInputError(name, value, f"an int from {low} to {high}", remedy)
+
+
+def check_count(name: str, value: SupportsIndex) -> int:
+    """Return `value`, any kind of integer, as an int of 0 or more.
+
+    Raises:
+        InvalidInputError: it is not one.
+    """
+    try:
+        count = -1 if isinstance(value, bool) else value.__index__()
+    except (AttributeError, TypeError):
+        count = -1
+    if not 0 <= count <= _LARGEST:
+        raise InvalidInputError(name, value, f"a whole number from 0 to {_LARGEST}", "pass an int")
+    return int(count)
 
 
 def _check_taper(taper: object) -> int | bool:

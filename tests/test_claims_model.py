@@ -5,9 +5,9 @@ The world below is a scheduler of its own (not `shardqueue.simulate`). Each lear
 out or trained, a learner turns, writes its log, crashes, leaves or joins, time passes) is one action, and a seeded
 random choice says which comes next. What happened is judged by what was trained, by value: never by logs.
 
-Three things are taken for granted, as the library does: a learner's first log lands within ten seconds, a call ends
-within a minute, and whether a process runs can be seen. Runs are judged one by one: a run that broke off is followed
-by one that hands out all again.
+Three things are taken for granted, as the library does: a log that is due lands within two seconds, a call ends
+within a minute, and whether a process runs can be seen, if it is not `remote`. Runs are judged one by one: a run that
+broke off is followed by one that hands out all again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from shardqueue.errors import (
     MailboxUnavailableError,
     RunFinishedError,
 )
-from shardqueue.learner import Book
+from shardqueue.learner import LOG_EVERY, Book
 from shardqueue.mailbox.calls import Get, List, PutIfAbsent
 from shardqueue.mailbox.memory import MemoryMailbox
 from shardqueue.plan import Plan
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from shardqueue.asks import Ask
     from shardqueue.mailbox.calls import Answer, Call
 
-LOG_LANDS = 5.0
-"""Seconds within which a first log lands."""
+LOG_LANDS = 2.0
+"""Seconds within which a log lands that is due."""
 CALL_ENDS = 60.0
 """Seconds within which a call ends, one way or another, and a learner does what it was woken for."""
 STALLED = 4000
@@ -87,6 +87,7 @@ class Scenario:
         crashes: how many learners are killed, at most.
         leaves: how many leave in order before the end, at most.
         after: how many batches are trained before the late ones join.
+        remote: nobody can see another's process: only its log tells whether it is alive.
     """
 
     seed: int
@@ -98,6 +99,7 @@ class Scenario:
     leaves: int = 0
     scans: bool = False
     after: int = 0
+    remote: bool = False
 
 
 PLANS: dict[str, Callable[[int, int], Mapping[str, object]]] = {
@@ -133,6 +135,7 @@ scenarios = st.builds(
     crashes=st.integers(0, 2),
     leaves=st.integers(0, 3),
     scans=st.booleans(),
+    remote=st.booleans(),
 )
 
 
@@ -196,7 +199,7 @@ class Learner:
     given: int = 0
     buffer: deque[tuple[Claim, int]] = field(default_factory=deque)
     running: tuple[Claim, int] | None = None
-    first_log: float | None = None
+    log_due: float | None = None
     logs: int = 0
     backs: list[PutIfAbsent] = field(default_factory=list)
     error: Exception | None = None
@@ -204,6 +207,8 @@ class Learner:
     read: set[str] = field(default_factory=set)
     proven: set[str] = field(default_factory=set)
     nonces: int = 0
+    came: int = 0
+    logged: int | None = None
 
     @property
     def machine(self) -> Opening | Claims:
@@ -230,6 +235,7 @@ class World:
         self.trained: dict[str, Counter[tuple[str, int]]] = {}
         self.events = self.progress = 0
         self.trace = 0
+        self.redone: list[str] = []
         self.listed: dict[Learner, int] = {}
         self.landed: dict[str, int] = {}
         for _ in range(scenario.learners - self.to_join):
@@ -258,8 +264,9 @@ class World:
     def next_wake(self) -> float | None:
         """When time alone makes something happen, if it may pass that far."""
         times = [one.wake for one in self.learners if one.here and one.wake is not None]
+        times += [one.log_due for one in self.learners if one.log_due is not None]
         later = min((time for time in times if time > self.now), default=None)
-        bounds = [one.first_log + LOG_LANDS for one in self.learners if one.first_log is not None]
+        bounds = [one.log_due + LOG_LANDS for one in self.learners if one.log_due is not None]
         bounds += [flight.sent + CALL_ENDS for one in self.learners if one.here for flight in one.flights]
         bounds += [one.turned + CALL_ENDS for one in self.learners if self.turns(one)]
         return None if later is None or later > min(bounds, default=later) else later
@@ -289,9 +296,9 @@ class World:
     def learner_actions(self, found: list[Callable[[], object]], one: Learner) -> None:
         if self.turns(one):
             found.append(lambda: self.turn(one))
-        if one.first_log is not None or (
-            one.claims is not None and one.logs < 4 and self.random.random() < 0.05
-        ):
+        due = one.log_due is not None and one.log_due <= self.now
+        now_and_then = one.claims is not None and one.logs < 4 and self.random.random() < 0.05
+        if due or now_and_then:
             found.append(lambda: self.log(one))
         if one.phase == "running":
             if one.to_load:
@@ -325,10 +332,12 @@ class World:
         )
         opening = Opening(plan, manifest, owner, None, seen=lambda process: self.seen(process), random=random)
         book = Book(owner.learner, owner.instance, "main", where)
-        self.learners.append(Learner(number, owner, plan, random, book, opening))
+        self.learners.append(Learner(number, owner, plan, random, book, opening, came=self.events))
         self.progress = self.events
 
-    def seen(self, where: Process) -> bool:
+    def seen(self, where: Process) -> bool | None:
+        if self.scenario.remote:
+            return None
         return self.learners[int(where.host.removeprefix("host-"))].here
 
     def turn(self, one: Learner) -> None:
@@ -337,6 +346,7 @@ class World:
         machine = one.machine
         for ask in machine.poll(self.now):
             self.check_asked(one, ask.call)
+            self.check_opened(one, ask.call)
             one.flights.append(Flight(ask.call, ask, machine, self.now))
         if machine.asks.error is not None and one.phase != "leaving":
             self.ends_by(one, machine.asks.error)
@@ -384,7 +394,7 @@ class World:
         one.claims.asks = self.rules.asks(one.random)
         one.claims.met(set(joined.peers))
         one.book.run_id = joined.run_id
-        one.phase, one.dirty, one.first_log = "running", True, self.now
+        one.phase, one.dirty, one.log_due = "running", True, self.now
         self.trained.setdefault(joined.keys.run, Counter())
         self.progress = self.events
 
@@ -439,8 +449,9 @@ class World:
         key = one.claims.run.log(page.learner, page.instance, page.process, page.page)
         self.mailbox.put(key, page.encode())
         one.book.wrote(clear=True)
-        one.first_log = None
+        one.log_due = self.now + LOG_EVERY if self.scenario.remote else None
         one.logs += 1
+        one.logged = self.events if one.logged is None else one.logged
 
     def load(self, one: Learner) -> None:
         """The loader gives one more batch, or its end."""
@@ -486,7 +497,7 @@ class World:
     def crash(self, one: Learner) -> None:
         """Killed: what was sent may still take effect, nothing else does."""
         self.crashes -= 1
-        one.phase, one.first_log = "crashed", None
+        one.phase, one.log_due = "crashed", None
         self.killed.add(one.owner.learner)
         one.flights = [flight for flight in one.flights if not flight.done and self.random.random() < 0.5]
         self.progress = self.events
@@ -519,7 +530,7 @@ class World:
         one.error = error
         self.progress = self.events
         if one.claims is None:
-            one.phase, one.first_log = "failed", None
+            one.phase, one.log_due = "failed", None
             return
         one.claims.stop()
         one.phase, one.dirty = "leaving", True
@@ -527,7 +538,7 @@ class World:
     def say(self, one: Learner) -> None:
         """The last log; then the process is gone."""
         self.log(one)
-        one.phase = "ended"
+        one.phase, one.log_due = "ended", None
         self.progress = self.events
 
     # -- what must hold ----------------------------------------------------------------------------------
@@ -544,6 +555,23 @@ class World:
         if attempt and one.claims.keys.back(identifier, attempt - 1) not in one.read:
             raise ViolationError(f"{call.key} was asked for before the end of attempt {attempt - 1} was read")
 
+    def check_opened(self, one: Learner, call: Call) -> None:
+        """Whoever opens the next run has seen that the one before broke off."""
+        if not isinstance(call, PutIfAbsent) or not call.key.startswith("runs/"):
+            return
+        run = int(call.key.removeprefix("runs/").removesuffix(".json"))
+        for other in self.learners:
+            there = other.claims is not None and other.claims.run.run == str(run - 1)
+            if there and other.logged is not None and other.logged < one.came:
+                if other.here:
+                    self.redone.append(
+                        f"run {run} was opened while {other.owner.learner} works in the one before"
+                    )
+                elif other.book.left == "end":
+                    self.redone.append(
+                        f"run {run} was opened though {other.owner.learner} ended the one before"
+                    )
+
     def judge(self) -> None:
         """At the end of everything."""
         for one in self.learners:
@@ -559,18 +587,19 @@ class World:
         """Each batch was trained, but for what a killed learner held and what nobody was left to take."""
         plan, claims = there[0].plan, there[0].claims
         assert claims is not None
+        keys = PassKeys(claims.keys.folder, claims.keys.name)
         ended = [one for one in there if one.book.left == "end"]
         for position in range(len(plan)):
             identifier = plan.identifier(position)
             whole = batches_of(identifier, plan.value(position))
             done = [index for index in range(whole) if trained[identifier, index]]
-            attempt = self.last_attempt(claims.keys, identifier)
+            attempt = self.last_attempt(keys, identifier)
             what = f"run {run}: {identifier}: {done} of {whole} trained"
             if done == list(range(whole)) or (attempt is None and not ended):
                 continue
             if attempt is None:
                 raise ViolationError(f"{what}, never claimed")
-            claim, back = claims.keys.claim(identifier, attempt), claims.keys.back(identifier, attempt)
+            claim, back = keys.claim(identifier, attempt), keys.back(identifier, attempt)
             data = self.mailbox.get(back)
             if data is None:
                 owner = ClaimRecord.decode(self.mailbox.get(claim) or b"", claim).learner
@@ -642,7 +671,7 @@ def test_without_faults_and_crashes_every_batch_is_trained_once(learners: int) -
             plan = world.learners[0].plan
             values = ((name, plan.value(plan.position(name))) for name in plan.units)
             whole = {(name, index): 1 for name, value in values for index in range(batches_of(name, value))}
-            assert world.trained == {"1": Counter(whole)}
+            assert world.trained["1"] == Counter(whole)
 
 
 @pytest.mark.parametrize("scans", [False, True])
@@ -858,10 +887,31 @@ def test_the_judge_catches(mutant: str) -> None:
     for scenario in seeds(60):
         try:
             play(scenario, rules)
-        except ViolationError as violation:
+        except (
+            ViolationError,
+            ValueError,
+        ) as violation:  # one identity in two places confuses more than claims
             found.append(str(violation))
     assert found
     assert any(re.search(expected, violation) for violation in found), found[:3]
+
+
+@pytest.mark.xfail(
+    reason="a page read before its owner's last log, a process seen gone after it", strict=True
+)
+def test_a_run_that_ends_while_it_is_looked_at_is_not_taken_for_broken_off() -> None:
+    for seed in range(250):
+        world = play(Scenario(seed, "one-batch", learners=3, late=2, after=20))
+        assert world.redone == []
+
+
+@pytest.mark.xfail(
+    reason="silence is counted between answers, however long the mailbox took for them", strict=True
+)
+def test_a_mailbox_that_answers_slowly_kills_nobody() -> None:
+    for seed in range(250):
+        world = play(Scenario(seed, "lanes", learners=4, late=2, faults=3, remote=True))
+        assert world.redone == []
 
 
 @pytest.mark.xfail(reason="a claim whose read-back disagreed is given back all the same", strict=True)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pickle
 import random
 import threading
+import time
 from collections import Counter
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,7 +22,7 @@ from shardqueue.mailbox.memory import MemoryMailbox
 from shardqueue.records import BackRecord, LogPage, RunKeys
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator
 
 T = TypeVar("T")
 Value = tuple[int, int]
@@ -97,17 +100,47 @@ def train(
     learner: str,
     most: int | None = None,
     loader: Callable[[Any], Any] = load,
+    hold: Callable[[], object] = bool,
     **options: Any,
 ) -> list[Any]:
-    """Train until the end, or until `most` batches; what was trained."""
+    """Train until the end, or until `most` batches; what was trained. The first batch takes as long as `hold`."""
     trained: list[Any] = []
     with shared_queue(units, mailbox, learner, loader, **options) as queue:
         while most is None or len(trained) < most:
             pair = next(queue, None)
             if pair is None:
                 break
+            if not trained:
+                hold()
             trained.append(pair[1])
     return trained
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Wait for something that nothing tells of."""
+    end = time.monotonic() + PATIENCE
+    while not holds():
+        assert time.monotonic() < end, "it never came true"
+        threading.Event().wait(0.002)
+
+
+def share(
+    units: Mapping[str, Any] | Iterable[Mapping[str, Any]],
+    mailbox: Mailbox,
+    names: str,
+    run: str = "1",
+    **options: Any,
+) -> list[list[Any]]:
+    """Learners of these one-letter names train in run `run`; none is done before all have joined."""
+    plans = [units] * len(names) if isinstance(units, Mapping) else list(units)
+
+    def all_joined() -> None:
+        until(lambda: len(mailbox.list(RunKeys(run).learners)) >= len(names))
+
+    return together(
+        partial(train, plan, mailbox, name, hold=all_joined, **options)
+        for plan, name in zip(plans, names, strict=True)
+    )
 
 
 def pages(mailbox: Mailbox, run: str = "1") -> list[LogPage]:
@@ -172,10 +205,7 @@ def test_one_learner_gets_every_batch_once(mailbox: Mailbox, prefetch: int) -> N
 @pytest.mark.parametrize("learners", [2, 5])
 def test_learners_share_the_plan_exactly_once(mailbox: Mailbox, learners: int) -> None:
     units = unit_grid(60, 4, lanes=2, taper=False)
-    shares = together(
-        lambda name=f"n{number}": train(units, mailbox, name)  # type: ignore[misc]
-        for number in range(learners)
-    )
+    shares = share(units, mailbox, "abcde"[:learners])
     assert sum(map(Counter, shares), Counter()) == dataset(units)
     assert sum(credited(mailbox).values()) == 120
     assert [page.left for page in pages(mailbox)] == ["end"] * learners
@@ -184,7 +214,7 @@ def test_learners_share_the_plan_exactly_once(mailbox: Mailbox, learners: int) -
 
 def test_hundreds_of_small_units(memory: Mailbox) -> None:
     units = unit_grid(700, 1, taper=False)
-    shares = together([lambda: train(units, memory, "a"), lambda: train(units, memory, "b", prefetch=1)])
+    shares = share(units, memory, "abc", prefetch=2)
     assert sum(map(Counter, shares), Counter()) == dataset(units)
 
 
@@ -193,7 +223,7 @@ def test_slow_calls_change_nothing(memory: Mailbox) -> None:
     slow = Delayed(
         memory, random.Random(1).random, sleep=lambda seconds: threading.Event().wait(seconds / 50)
     )
-    shares = together([lambda: train(units, slow, "a"), lambda: train(units, slow, "b")])
+    shares = share(units, slow, "ab")
     assert sum(map(Counter, shares), Counter()) == dataset(units)
 
 
@@ -224,12 +254,7 @@ def test_each_node_may_prefer_another_order(memory: Mailbox) -> None:
         names[20:40] + names[:20] + names[40:],  # its own slice first
         random.Random(2).sample(names, len(names)),
     ]
-    shares = together(
-        lambda order=order, number=number: train(  # type: ignore[misc]
-            {name: plan[name] for name in order}, memory, f"n{number}", prefetch=1
-        )
-        for number, order in enumerate(orders)
-    )
+    shares = share(({name: plan[name] for name in order} for order in orders), memory, "abcd", prefetch=1)
     assert sum(map(Counter, shares), Counter()) == dataset(plan)
     assert sum(credited(memory).values()) == 180
 
@@ -267,7 +292,7 @@ def test_values_of_any_kind(memory: Mailbox) -> None:
                 return [(0, "none")]
         return [(0, "tuple")]
 
-    shares = together([lambda: train(plan, memory, "a", loader=load_any, prefetch=1)])
+    shares = share(plan, memory, "a", loader=load_any, prefetch=1)
     wanted = ["row 1", "row 2", "row 3", "four", "five", *(f"{index} of 6" for index in range(6))]
     assert Counter(shares[0]) == Counter([*wanted, "none", "tuple"])
 
@@ -278,10 +303,7 @@ def test_units_whose_size_the_plan_does_not_know(memory: Mailbox) -> None:
     def load_sized(size: int) -> Iterator[tuple[int, tuple[int, int]]]:
         yield from ((index, (size, index)) for index in range(size))
 
-    shares = together(
-        lambda name=name: train(sizes, memory, name, loader=load_sized, prefetch=2)  # type: ignore[misc]
-        for name in "abc"
-    )
+    shares = share(sizes, memory, "abc", loader=load_sized, prefetch=2)
     assert sum(map(Counter, shares), Counter()) == Counter(
         (size, index) for size in sizes.values() for index in range(size)
     )

@@ -12,10 +12,23 @@ import sys
 import threading
 import time
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from test_queue import PATIENCE, Task, Value, credited, dataset, last_page, load, pages, together, train
+from test_queue import (
+    PATIENCE,
+    Task,
+    Value,
+    credited,
+    dataset,
+    last_page,
+    load,
+    pages,
+    share,
+    together,
+    train,
+)
 
 from shardqueue import Mailbox, Session, Unit, open_mailbox, shared_queue, unit_grid
 from shardqueue.errors import (
@@ -126,14 +139,14 @@ def test_a_run_in_which_nothing_was_claimed_is_joined(
 
 def test_many_learners_open_the_next_run_together(memory: Mailbox) -> None:
     train(UNITS, memory, "z", most=2)
-    shares = together(lambda name=name: train(UNITS, memory, name) for name in "abcdef")  # type: ignore[misc]
+    shares = share(UNITS, memory, "abcdef", run="2")
     assert sum(map(Counter, shares), Counter()) == dataset(UNITS)
     assert memory.list("runs/") == ["runs/1.json", "runs/2.json"]
     assert len(memory.list("units/")) < len(UNITS)
 
 
 def test_many_learners_start_at_once(memory: Mailbox) -> None:
-    shares = together(lambda name=name: train(UNITS, memory, name) for name in "abcdefgh")  # type: ignore[misc]
+    shares = share(UNITS, memory, "abcdefgh")
     assert sum(map(Counter, shares), Counter()) == dataset(UNITS)
     assert memory.list("runs/") == ["runs/1.json"]
 
@@ -165,7 +178,7 @@ def test_a_name_of_digits_does_not_upset_the_numbered_runs(memory: Mailbox, name
     try:
         mine = train(UNITS, memory, "a", most=2, run=name)
     except InvalidInputError as error:
-        assert name in str(error)  # noqa: PT017
+        assert name in str(error)
         assert memory.list("") == []
         return
     assert len(mine) == 2
@@ -213,7 +226,7 @@ def test_two_nodes_with_different_plans(memory: Mailbox, other: Any, run: str | 
 
 def test_the_same_plan_as_a_dict_in_another_order_is_the_same(memory: Mailbox) -> None:
     listed = dict(reversed(list(UNITS.items())))
-    shares = together([lambda: train(UNITS, memory, "a"), lambda: train(listed, memory, "b", prefetch=1)])
+    shares = share([UNITS, listed], memory, "ab")
     assert sum(map(Counter, shares), Counter()) == dataset(UNITS)
 
 
@@ -262,19 +275,18 @@ def test_foreign_objects_beside_ours_are_passed_over(memory: Mailbox) -> None:
         "runs/a b.txt",
     ]:
         memory.put(key, b"not ours")
-    shares = together([lambda: train(UNITS, memory, "a"), lambda: train(UNITS, memory, "b")])
+    shares = together(
+        [lambda: train(UNITS, memory, "a", run="x"), lambda: train(UNITS, memory, "b", run="x")]
+    )
     assert sum(map(Counter, shares), Counter()) == dataset(UNITS)
 
 
 @pytest.mark.parametrize("prefixes", [("x", "y"), ("", "x"), ("x", "x/units"), ("x", "xx"), ("", "run-2")])
 def test_two_prefixes_in_one_bucket_do_not_mix(tmp_path: Path, prefixes: tuple[str, str]) -> None:
     first, second = (open_mailbox(tmp_path / "bucket" / prefix) for prefix in prefixes)
-    shares = together(
-        lambda box=box, name=name: train(UNITS, box, name)  # type: ignore[misc]
-        for box, name in [(first, "a"), (second, "a2"), (first, "b"), (second, "b2")]
-    )
-    assert Counter(shares[0]) + Counter(shares[2]) == dataset(UNITS)
-    assert Counter(shares[1]) + Counter(shares[3]) == dataset(UNITS)
+    shares = together(partial(share, UNITS, box, "ab") for box in (first, second))
+    for share_ in shares:
+        assert sum(map(Counter, share_), Counter()) == dataset(UNITS)
     for box in (first, second):
         with pytest.raises(RunFinishedError):
             train(UNITS, box, "c")
@@ -526,6 +538,7 @@ class Learner:
             if word == "trained":
                 self.trained.append((int(numbers[0]), int(numbers[1])))
             if word == "eof":
+                self._lines.put(word)  # it stays at its end
                 return False
 
     def tell(self, order: str = "go") -> None:
@@ -612,7 +625,9 @@ def test_four_terminals_one_after_another_in_any_state(folder: Path) -> None:
 
 
 def test_four_terminals_at_once(folder: Path) -> None:
-    learners = [Learner(folder, f"n{number}", prefetch=2) for number in range(4)]
+    learners = [Learner(folder, f"n{number}") for number in range(4)]
+    for learner in learners:
+        assert learner.next_batch()
     together(learner.run_on for learner in learners)
     assert sum((Counter(learner.trained) for learner in learners), Counter()) == dataset(UNITS)
     assert open_mailbox(folder).list("runs/") == ["runs/1.json"]
@@ -647,6 +662,7 @@ def test_a_killed_process_does_not_break_a_run_that_others_are_in(tmp_path: Path
     dies.go(1)
     dies.kill()
     joins = Learner(folder, "joins")
+    assert joins.next_batch()
     together([joins.run_on, stays.run_on])
     seen = Counter([*stays.trained, *joins.trained, *dies.trained])
     assert set(seen.values()) == {1}
