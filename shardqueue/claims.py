@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 PAGE = 1000
 """Keys a listing asks for at most: one request on every object store."""
-MODESTY = 2
-"""Near the end, ask at once for at most (units left) / (MODESTY x learners)."""
+FIRST = 16.0
+"""Batches that the first few claims may come to, where one unit is not more."""
 AT_ONCE = 16
 """Claims asked for at once, at most: more would wait for one another, and look like a slow store."""
 HOARD = 64
@@ -298,7 +298,8 @@ class Claims:
             return
         if self._seek is not None and self._seek_front():
             return
-        modest = self.window.left // (MODESTY * self.window.learners)
+        self._reserve(now)
+        modest = int(self.window.left * self.window.share)  # near the end, no more than our share of what is left
         most = max(1, min(AT_ONCE, HOARD - len(self.hand), modest))
         while wanted > 0.0 and len(self._asking) < most:
             position = self._pick(now)
@@ -309,11 +310,21 @@ class Claims:
         if wanted > 0.0 and len(self._asking) < most and not self._looking:
             self._look(now)
 
+    def _reserve(self, now: float) -> None:
+        """The window must hold what all learners claim ahead: ours is the low-water mark, in units."""
+        batch = self.pace.batch(now)
+        if batch is not None:
+            position = self.plan.order(self.window.front)
+            unit = batch * self._size(float(self.plan.batches(position) or 1), position)
+            self.window.reserve(self.pace.low_water(now, tail=True) / max(1e-9, unit))
+
     def _wanted(self, now: float) -> float:
         wanted = self.pace.wanted(now, self.tail)
         if wanted and self.pace.batch(now) is None and self.pace.started is None:
             # Nothing timed yet: a few more units hide the first claims' latency where there are plenty.
-            wanted = max(wanted, min(3, len(self.plan) // 64) + 1.0 - self.pace.ahead)
+            few = min(3, len(self.plan) // 64) + 1.0
+            size = float(self.plan.batches(self.plan.order(0)) or 1)
+            wanted = max(wanted, max(few, min(FIRST, few * size)) - self.pace.ahead)
         return wanted
 
     def _pick(self, now: float) -> int | None:

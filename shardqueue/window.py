@@ -57,6 +57,18 @@ class Window:
         self._base = 0
         self._front = self._stop = 0
         self._stale = True
+        self._ahead = 0
+
+    @property
+    def share(self) -> float:
+        """This learner's home as a share of all positions."""
+        return len(self._home) / self._cycle
+
+    def reserve(self, units: float) -> None:
+        """This learner claims so many units ahead: the window must hold that of everybody, by the shares."""
+        ahead = int(units / self.share)
+        self._stale = self._stale or ahead != self._ahead
+        self._ahead = ahead
 
     @property
     def left(self) -> int:
@@ -198,7 +210,7 @@ class Window:
 
     def _window_stop(self, front: int) -> int:
         span, count = self.plan.span, len(self.plan)
-        low = min(count, front + LEAST_DEPTH * self.learners)
+        low = min(count, front + max(LEAST_DEPTH * self.learners, min(self._ahead, DEPTH * self.learners)))
         high = min(count, front + DEPTH * self.learners)
         bound = span(front) + DRIFT * self.plan.steps if front < count else 0.0
         if span(high) <= bound:

@@ -393,7 +393,7 @@ class World:
         )
         one.claims.asks = self.rules.asks(one.random)
         one.claims.met(set(joined.peers))
-        one.book.run_id = joined.run_id
+        one.book.run_id = joined.manifest.run_id
         one.phase, one.dirty, one.log_due = "running", True, self.now
         self.trained.setdefault(joined.keys.run, Counter())
         self.progress = self.events
@@ -445,10 +445,10 @@ class World:
     def log(self, one: Learner) -> None:
         assert one.claims is not None
         one.book.grade = one.claims.pace.grade
-        page = one.book.page(self.now, self.now, 0.0)
-        key = one.claims.run.log(page.learner, page.instance, page.process, page.page)
-        self.mailbox.put(key, page.encode())
-        one.book.wrote(clear=True)
+        for page in one.book.pages(self.now, self.now, 0.0):
+            key = one.claims.run.log(page.learner, page.instance, page.process, page.page)
+            self.mailbox.put(key, page.encode())
+            one.book.wrote(page, clear=True)
         one.log_due = self.now + LOG_EVERY if self.scenario.remote else None
         one.logs += 1
         one.logged = self.events if one.logged is None else one.logged

@@ -314,18 +314,30 @@ def test_a_loader_whose_cleanup_fails(memory: Mailbox) -> None:
 
 
 def test_a_mailbox_that_comes_back(memory: Mailbox) -> None:
-    outage = Outage(memory)
+    refused = threading.Event()
+
+    class Noticed(Outage):
+        def _around(self, verb: str, name: str, forward: Callable[[], Any]) -> Any:
+            try:
+                return super()._around(verb, name, forward)
+            except MailboxUnavailableError:
+                refused.set()
+                raise
+
+    outage = Noticed(memory)
+
+    def mend() -> None:
+        assert refused.wait(PATIENCE)
+        outage.up()
+
+    mending = Task(mend)
     seen = []
     with shared_queue(UNITS, outage, "a", load, prefetch=1) as queue:
-        for count, (_, batch) in enumerate(queue):
+        for _, batch in queue:
             seen.append(batch)
-            if count == 2:
+            if len(seen) == 3:
                 outage.down()
-                task = Task(lambda: threading.Event().wait(0.5) and None)
-            if count == 3:
-                task.result()
-                outage.up()
-    outage.up()
+    mending.result()
     assert Counter(seen) == dataset(UNITS)
     assert set(credited(memory).values()) == {1}
 
