@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardqueue.errors import MailboxUnavailableError, ShardQueueError
+from shardqueue.mailbox.calls import Get
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 PATIENCE = 300.0
 """Seconds without any answer from the mailbox before a machine gives up."""
 PAUSE, LONGEST_PAUSE = 0.2, 5.0
+LONGEST_SILENCE = 90.0
+"""Seconds between two failed calls that count as the mailbox's silence, at most."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +42,7 @@ class Ask:
 class Asks:
     """The calls of one machine. `error` is set when it cannot go on; then nothing more is handed out."""
 
-    __slots__ = ("_later", "_patience", "_random", "_ready", "_silent_since", "error", "in_flight")
+    __slots__ = ("_last_failure", "_later", "_patience", "_random", "_ready", "_silent", "error", "in_flight")
 
     def __init__(self, random: Random, patience: float = PATIENCE) -> None:
         self.error: Exception | None = None
@@ -47,7 +50,8 @@ class Asks:
         self._random, self._patience = random, patience
         self._ready: list[Ask] = []
         self._later: list[tuple[float, Ask]] = []
-        self._silent_since: float | None = None
+        self._last_failure: float | None = None
+        self._silent = 0.0
 
     @property
     def idle(self) -> bool:
@@ -63,9 +67,10 @@ class Asks:
         self._later.append((when, Ask(call, then)))
 
     def forget(self) -> list[Call]:
-        """Drop, and return, what has not been handed out yet; what is under way or being repeated stays."""
-        dropped, self._ready = self._ready, []
-        return [ask.call for ask in dropped]
+        """Drop, and return, what has not been handed out yet; readings, and what is repeated, are still made."""
+        dropped: list[Call] = [ask.call for ask in self._ready if not isinstance(ask.call, Get)]
+        self._ready = [ask for ask in self._ready if isinstance(ask.call, Get)]
+        return dropped
 
     def poll(self, now: float) -> list[Ask]:
         """Return the calls to make now."""
@@ -87,7 +92,7 @@ class Asks:
     def answered(self, ask: Ask, answer: Answer, now: float) -> None:
         """The call returned `answer`."""
         self.in_flight -= 1
-        self._silent_since = None
+        self._last_failure, self._silent = None, 0.0
         try:
             ask.then(answer, now)
         except ShardQueueError as error:
@@ -99,11 +104,12 @@ class Asks:
         if not isinstance(error, MailboxUnavailableError):
             self.fail(error)
             return
-        if self._silent_since is None:
-            self._silent_since = now
-        silent = now - self._silent_since
-        if silent > self._patience:
-            bound = f"the mailbox has not answered for {silent:.0f} s (at most {self._patience:.0f} s)"
+        if self._last_failure is not None:
+            # A suspended process must not take its own absence for the mailbox's.
+            self._silent += min(now - self._last_failure, LONGEST_SILENCE)
+        self._last_failure = now
+        if self._silent > self._patience:
+            bound = f"the mailbox has not answered for {self._silent:.0f} s (at most {self._patience:.0f} s)"
             self.fail(MailboxUnavailableError(f"{bound}; last: {error}"))
             return
         ask.failures += 1

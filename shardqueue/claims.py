@@ -23,7 +23,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from shardqueue.asks import PATIENCE, Asks
-from shardqueue.errors import MailboxRefusedError
+from shardqueue.errors import MailboxRefusedError, RecordError
 from shardqueue.mailbox.calls import Get, List, PutIfAbsent
 from shardqueue.pace import Pace
 from shardqueue.records import BackRecord, ClaimRecord, LogPage
@@ -260,7 +260,7 @@ class Claims:
         """
         calls = []
         for claim in self.hand:
-            if claim.state is not State.LOST and not claim.finished:
+            if claim.state is State.OURS and not claim.finished:
                 record = BackRecord(
                     begin=claim.begin + claim.trained,
                     learner=self.owner.learner,
@@ -272,8 +272,8 @@ class Claims:
 
     @property
     def unclear(self) -> list[Claim]:
-        """Claims that were asked for and never answered: ours or not, nobody knows."""
-        return list(self._asking)
+        """Claims that were asked for and never proven: ours or not, nobody knows."""
+        return [*self._asking, *(claim for claim in self.hand if claim.state is State.WON)]
 
     def due(self, now: float) -> bool:
         """Whether polling now may lead to a call."""
@@ -299,7 +299,9 @@ class Claims:
         if self._seek is not None and self._seek_front():
             return
         self._reserve(now)
-        modest = int(self.window.left * self.window.share)  # near the end, no more than our share of what is left
+        modest = int(
+            self.window.left * self.window.share
+        )  # near the end, no more than our share of what is left
         most = max(1, min(AT_ONCE, HOARD - len(self.hand), modest))
         while wanted > 0.0 and len(self._asking) < most:
             position = self._pick(now)
@@ -416,6 +418,9 @@ class Claims:
             self._proven.append(claim)
             self.pace.claimed(now - claim.decided)
             return
+        claim.state = State.LOST
+        self.hand.pop(claim, None)
+        self._weigh(claim)
         found = "nothing" if answer is None else "another claim"
         said = "the store said we created it, then showed"
         self.asks.fail(MailboxRefusedError(f"{claim.key}: {said} {found}; it cannot hold a queue"))
@@ -485,7 +490,7 @@ class Claims:
 
     def _read_grade(self, peer: tuple[str, str], key: str, answer: Answer, now: float) -> None:  # noqa: ARG002
         self._reading -= 1
-        page = LogPage.decode(answer, key) if isinstance(answer, bytes) else None
+        page = _page_of_another(answer, key)
         if page is not None and page.left is not None:
             self._gone.add(peer)
         if page is not None and page.grade is not None:
@@ -494,8 +499,9 @@ class Claims:
             self.met(self._peers)
 
     def _read_twin(self, key: str, answer: Answer, now: float) -> None:  # noqa: ARG002
-        if isinstance(answer, bytes):
-            self._twins.append(LogPage.decode(answer, key))
+        page = _page_of_another(answer, key)
+        if page is not None:
+            self._twins.append(page)
 
     def _seek_front(self) -> bool:
         """Joined late: find where the claims end by halving, one small listing at a time; False when found."""
@@ -548,9 +554,18 @@ class Claims:
         self.exhausted = not self._backs
 
     def _read_back(self, identifier: str, attempt: int, answer: Answer, now: float) -> None:
-        assert isinstance(answer, bytes)
         self._looking = False
+        if not isinstance(answer, bytes):
+            return  # listed, and gone: somebody cleans this prefix
         begin = BackRecord.decode(answer, self.keys.back(identifier, attempt)).begin
         self._known_attempts.add((identifier, attempt + 1))
         if not self.stopped:
             self._claim(self.plan.position(identifier), now, attempt + 1, begin)
+
+
+def _page_of_another(answer: Answer, key: str) -> LogPage | None:
+    """A log that is read for its hints alone; None when it cannot be."""
+    try:
+        return LogPage.decode(answer, key) if isinstance(answer, bytes) else None
+    except RecordError:
+        return None

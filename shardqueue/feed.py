@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
     from shardqueue.asks import Ask
     from shardqueue.mailbox import Mailbox
-    from shardqueue.mailbox.calls import PutIfAbsent
+    from shardqueue.mailbox.calls import Answer, PutIfAbsent
     from shardqueue.run import Joined
 
     Load = Callable[[Any], Iterable[tuple[Any, Any]]]
@@ -268,7 +268,7 @@ class Feed:
             return
         unclear = self._unclear(claims)
         calls = claims.give_back(why)
-        kept = [claim for claim in claims.hand if claim.state is not State.LOST and not claim.finished]
+        kept = [claim for claim in claims.hand if claim.state is State.OURS and not claim.finished]
         deadline = self._clock.monotonic() + FAREWELL
         wrote = list(self._pool.map(lambda call: self._insist(call, deadline), calls))
         self.returned = tuple(
@@ -352,7 +352,6 @@ class Feed:
             return self._settled(machine)
         if machine.asks.error is not None:
             self._fail(machine.asks.error)
-            return True
         return self._claims is not None and self._claims.exhausted and self._claims.asks.idle
 
     def _settled(self, machine: Opening | Claims) -> bool:
@@ -408,16 +407,22 @@ class Feed:
         self._session.attach(joined)
 
     def _perform(self, machine: Opening | Claims, ask: Ask) -> None:
+        answer: Answer = None
+        error: Exception | None = None
         try:
             answer = ask.call.perform(self._mailbox)
-        except Exception as error:  # reported to the machine, which decides
-            with self._lock:
-                machine.asks.failed(ask, error, self._clock.monotonic())
+        except Exception as raised:  # reported to the machine, which decides
+            error = raised
+        with self._lock:
+            try:
+                now = self._clock.monotonic()
+                if error is None:
+                    machine.asks.answered(ask, answer, now)
+                else:
+                    machine.asks.failed(ask, error, now)
                 self._hear(machine)
-        else:
-            with self._lock:
-                machine.asks.answered(ask, answer, self._clock.monotonic())
-                self._hear(machine)
+            except BaseException as wrong:  # the consumer must hear of it, whatever it is
+                self._fail(wrong)
 
     def _hear(self, machine: Opening | Claims) -> None:
         if isinstance(machine, Claims):
@@ -594,6 +599,10 @@ class SharedQueue:
         return () if self._feed is None else self._feed.returned
 
     def __enter__(self) -> Self:
+        if self._pid != os.getpid():
+            raise ClosedError(
+                f"this queue was made in process {self._pid}; call shared_queue in each process"
+            )
         if self._feed is not None:
             raise ClosedError("this queue was entered before; call shared_queue(...) again")
         session = find_session(self._learner_id, own=False)

@@ -23,6 +23,8 @@ from shardqueue.plan import check_identifier
 from shardqueue.records import HeldClaim, LogPage, Process, Totals, TrainedSpan
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from shardqueue.records import Left
     from shardqueue.units import Step
 
@@ -51,6 +53,14 @@ def learner_label(learner_id: str | None) -> str:
 def new_instance() -> str:
     """Draw what tells one learner from any other; never from a generator that can be seeded."""
     return os.urandom(6).hex()
+
+
+def log_pauses(every: float) -> Iterator[float]:
+    """Seconds to wait before each write of a log after the first: short at first, then `every`."""
+    pause = every / 8
+    while True:
+        yield pause
+        pause = min(every, 2 * pause)
 
 
 def this_process() -> Process:
@@ -165,7 +175,8 @@ class Book:
     left: Left | None = None
     _held: dict[tuple[str, str, int], None] = field(default_factory=dict)
     _handed: list[_Handed] = field(default_factory=list)
-    _spans: list[_Span] = field(default_factory=list)
+    _spans: list[TrainedSpan] = field(default_factory=list)
+    _growing: _Span | None = None
     _full: dict[int, list[TrainedSpan]] = field(default_factory=dict)
     _page: int = 0
     _write: int = 0
@@ -194,8 +205,8 @@ class Book:
         done, self._handed = self._handed, []
         for handed in done:
             self._extend(handed, wall, global_step)
-        if done:
-            self._spans[-1].samples += samples
+        if self._growing is not None and done:
+            self._growing.samples += samples
         self.batches += len(done)
         self.samples += samples
         return [handed.step for handed in done]
@@ -207,10 +218,10 @@ class Book:
     def pages(self, wall: float, elapsed: float, rate: float) -> list[LogPage]:
         """Return the pages that have to be written now: full ones, then the current one, which is the last."""
         if len(self._spans) >= PAGE_SPANS:
-            self._full[self._page] = [span.frozen() for span in self._spans]
-            self._spans = []
+            self._full[self._page], self._spans = self._spans, []
             self._page += 1
-        spans = {**self._full, self._page: [span.frozen() for span in self._spans]}
+        growing = [] if self._growing is None else [self._growing.frozen()]
+        spans = {**self._full, self._page: [*self._spans, *growing]}
         totals = Totals(
             claimed=self.claimed,
             batches=self.batches,
@@ -254,10 +265,11 @@ class Book:
     def _extend(self, handed: _Handed, wall: float, global_step: int | None) -> None:
         step = handed.step
         key = (step.pass_, step.unit, step.attempt)
-        span = self._spans[-1] if self._spans else None
+        span = self._growing
         if span is None or span.key != key or span.end != step.index:
-            span = _Span(key, step.index, step.index, handed.wall, wall)
-            self._spans.append(span)
+            if span is not None:
+                self._spans.append(span.frozen())
+            span = self._growing = _Span(key, step.index, step.index, handed.wall, wall)
         span.end += 1
         span.waited += handed.waited
         span.stop = wall

@@ -101,10 +101,13 @@ class Pace:
 
     def wake(self, now: float, tail: bool) -> float | None:
         """When `wanted` becomes positive by itself; None when it is, or only an event can make it so."""
-        if self.started is None or self.batch(now) is None:
+        batch = self.batch(now)
+        if self.started is None or batch is None:
             return None
         surplus = self.work(now) - self.low_water(now, tail)
-        return now + surplus if surplus > CLOSE else None
+        # Once the running batch is overdue, each second makes the others in hand look a second longer too.
+        overdue = self.started + batch - now
+        return now + surplus if CLOSE < surplus <= overdue + CLOSE else None
 
     def _grade(self, now: float) -> None:
         exact = -2.0 * log2(self.batch(now) or 1.0)

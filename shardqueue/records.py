@@ -14,7 +14,7 @@ under these keys is a `RecordError`, never interpreted. Claims are never deleted
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
 
@@ -54,13 +54,13 @@ class RunKeys:
 
     def parse_log(self, key: str) -> tuple[str, str, str, int] | None:
         """Return (learner, instance, process, page), or None when `key` is no log's."""
-        try:
-            owner, _, name = key.removeprefix(self.learners).partition("/")
-            learner, instance = owner.split("~")
-            process, page = name.split(".")
-            return learner, instance, process, int(page)
-        except ValueError:
+        owner, _, name = _behind(self.learners, key).partition("/")
+        learner, _, instance = owner.partition("~")
+        process, _, page = name.partition(".")
+        written = page.isascii() and page.isdecimal() and page == f"{int(page):06d}"
+        if not (learner and instance and process and written) or "~" in instance:
             return None
+        return learner, instance, process, int(page)
 
     def pass_keys(self, name: str = "") -> PassKeys:
         """Keys of one pass; the first pass has no name."""
@@ -94,15 +94,25 @@ class PassKeys:
 
     def parse_claim(self, key: str) -> tuple[str, int] | None:
         """Return (identifier, attempt), or None when `key` is no claim's."""
-        identifier, mark, attempt = key[len(self.folder) + 6 :].partition("~")
-        if not mark:
-            return identifier, 0
-        return (identifier, int(attempt)) if attempt.isdecimal() else None
+        identifier, mark, attempt = _behind(self.units, key).partition("~")
+        number = (_number(attempt) or None) if mark else 0
+        return None if not identifier or number is None else (identifier, number)
 
     def parse_back(self, key: str) -> tuple[str, int] | None:
         """Return (identifier, attempt), or None when `key` is no give-back record's."""
-        identifier, mark, attempt = key[len(self.folder) + 5 :].partition("~")
-        return (identifier, int(attempt)) if mark and attempt.isdecimal() else None
+        identifier, _, attempt = _behind(self.backs, key).partition("~")
+        number = _number(attempt)
+        return None if not identifier or number is None else (identifier, number)
+
+
+def _behind(prefix: str, key: str) -> str:
+    """What follows `prefix`; nothing when the key does not start with it."""
+    return key[len(prefix) :] if key.startswith(prefix) else ""
+
+
+def _number(text: str) -> int | None:
+    """The number that is written like this and in no other way, or None."""
+    return int(text) if text.isascii() and text.isdecimal() and (text == "0" or text[0] != "0") else None
 
 
 class _Record(msgspec.Struct, frozen=True, tag_field="kind", kw_only=True):
@@ -125,7 +135,7 @@ class _Record(msgspec.Struct, frozen=True, tag_field="kind", kw_only=True):
             raise RecordError(f"{key}: {len(data)} bytes; {cls.what} has at most {LARGEST}; this is not ours")
         try:
             return msgspec.json.decode(data, type=cls)
-        except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise RecordError(
                 f"{key}: not {cls.what} of this protocol ({error}); point the mailbox at a prefix of its own"
             ) from None
@@ -161,7 +171,7 @@ class BackRecord(_Record, frozen=True, tag="shardqueue.back", kw_only=True):
     """The end of an attempt: the next one begins at batch `begin` of the unit (counted from 0)."""
 
     what: ClassVar[str] = "a give-back record"
-    begin: int
+    begin: Annotated[int, msgspec.Meta(ge=0)]
     learner: str
     instance: str
     why: str

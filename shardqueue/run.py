@@ -85,23 +85,39 @@ class Joined:
 
 @dataclass(slots=True)
 class _Watched:
-    """A learner of the run we look at: the key of its newest main page, and what it held."""
+    """A learner of the run we look at: the key of its newest main page, and what it held.
+
+    Two things would take the living for dead. A process may write how it left and be gone between our reading its log
+    and looking for it; so its log is read once more after it was seen gone. And a mailbox may be slow, or not answer
+    at all; so of the time between two readings only as much counts as two looks may be apart.
+    """
 
     key: str
     page: LogPage | None = None
     first_write: tuple[str, int] | None = None
-    since: float = 0.0
+    last_read: float | None = None
+    watched: float = 0.0
+    gone: bool = False
+    read_since_gone: bool = False
 
     def read(self, data: bytes, now: float) -> None:
         self.page = LogPage.decode(data, self.key)
         if self.first_write is None:
-            self.first_write, self.since = (self.key, self.page.write), now
+            self.first_write = (self.key, self.page.write)
+        if self.last_read is not None:
+            self.watched += min(now - self.last_read, 2 * LOOK_EVERY)
+        self.last_read = now
+        self.read_since_gone = self.gone
 
-    def life(self, seen: Callable[[Process], bool | None], now: float) -> Life:
+    def life(self, seen: Callable[[Process], bool | None]) -> Life:
         if self.page is None:
             return Life.UNSURE
         changed = self.first_write != (self.key, self.page.write)
-        return judge(self.page, seen(self.page.where), changed, now - self.since)
+        life = judge(self.page, seen(self.page.where), changed, self.watched)
+        if life is Life.DEAD and not self.read_since_gone:
+            self.gone = True
+            return Life.UNSURE
+        return life
 
 
 @dataclass(slots=True)
@@ -109,9 +125,10 @@ class _Look:
     """What is known of one run."""
 
     keys: RunKeys
-    began: float
     unanswered: int = 0
     pause: float = LOOK_SOON
+    last_listed: float | None = None
+    watched: float = 0.0
     manifest: Manifest | None = None
     units_claimed: bool = False
     learners: dict[tuple[str, str], _Watched] = field(default_factory=dict)
@@ -158,7 +175,7 @@ class Opening:
     def poll(self, now: float) -> list[Ask]:
         """Return the calls to make now."""
         if self._look is None and self.asks.error is None:
-            self._start(now)
+            self._start()
         return self.asks.poll(now)
 
     def wake(self, now: float) -> float | None:  # noqa: ARG002
@@ -167,15 +184,15 @@ class Opening:
 
     # -- looking -----------------------------------------------------------------------------------------
 
-    def _start(self, now: float) -> None:
+    def _start(self) -> None:
         """Everything that a fresh prefix and a running one need, at once."""
-        look = self._look_at(self._first, now)
+        look = self._look_at(self._first)
         self._ask(look, PutIfAbsent(look.keys.manifest, self._manifest.encode()), self._created)
         if self._wanted is None:
             self._ask(look, List(RUNS), self._listed_runs)
 
-    def _look_at(self, keys: RunKeys, now: float) -> _Look:
-        look = self._look = _Look(keys, now)
+    def _look_at(self, keys: RunKeys) -> _Look:
+        look = self._look = _Look(keys)
         self._ask(look, List(keys.learners), self._listed_learners)
         self._ask(look, List(keys.pass_keys().units, "", 1), self._listed_units)
         return look
@@ -203,12 +220,12 @@ class Opening:
             raise RunError(f"{look.keys.manifest} exists and cannot be read; use another prefix")
         look.manifest = Manifest.decode(answer, look.keys.manifest)
 
-    def _listed_runs(self, look: _Look, answer: Answer, now: float) -> None:
+    def _listed_runs(self, look: _Look, answer: Answer, now: float) -> None:  # noqa: ARG002
         assert isinstance(answer, list)
         names = [key.removeprefix(RUNS).removesuffix(".json") for key in answer]
         newest = max((int(name) for name in names if _is_number(name)), default=1)
         if newest > int(look.keys.run):
-            newer = self._look_at(RunKeys(str(newest)), now)
+            newer = self._look_at(RunKeys(str(newest)))
             self._ask(newer, Get(newer.keys.manifest), self._read_manifest)
 
     def _listed_units(self, look: _Look, answer: Answer, now: float) -> None:  # noqa: ARG002
@@ -216,10 +233,13 @@ class Opening:
 
     def _listed_learners(self, look: _Look, answer: Answer, now: float) -> None:
         assert isinstance(answer, list)
+        if look.last_listed is not None:
+            look.watched += min(now - look.last_listed, 2 * LOOK_EVERY)
+        look.last_listed = now
         for key in answer:
             parsed = look.keys.parse_log(key)
             if parsed is not None and parsed[2] == "main":
-                watched = look.learners.setdefault(parsed[:2], _Watched(key, since=now))
+                watched = look.learners.setdefault(parsed[:2], _Watched(key))
                 watched.key = key
         for (learner, _), watched in look.learners.items():
             if self._wanted is None or learner == self._owner.learner:
@@ -235,8 +255,8 @@ class Opening:
         if self._wanted is not None or look.manifest is self._manifest:
             self._join(look)
             return
-        lives = [watched.life(self._seen, now) for watched in look.learners.values()]
-        if not lives and look.units_claimed and now - look.began < SILENCE:
+        lives = [watched.life(self._seen) for watched in look.learners.values()]
+        if not lives and look.units_claimed and look.watched < SILENCE:
             lives = [Life.UNSURE]  # a first claim may land before its owner's log does
         ended = any(w.page is not None and w.page.left == "end" for w in look.learners.values())
         step = decide(lives, look.anything_claimed, ended)
@@ -250,15 +270,15 @@ class Opening:
         elif step is Next.FINISHED:
             self.asks.fail(self._finished(look))
         else:
-            self._open_next(look, now)
+            self._open_next(look)
 
-    def _open_next(self, look: _Look, now: float) -> None:
+    def _open_next(self, look: _Look) -> None:
         following = RunKeys(str(int(look.keys.run) + 1))
         self._notices.append(
             f"run {look.keys.run} broke off: {len(look.learners)} learner(s), none alive and none at the end; "
             f"opening run {following.run}, which hands out the whole plan again"
         )
-        newer = self._look_at(following, now)
+        newer = self._look_at(following)
         self._ask(newer, PutIfAbsent(newer.keys.manifest, self._manifest.encode()), self._created)
 
     def _join(self, look: _Look) -> None:

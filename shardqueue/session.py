@@ -26,7 +26,7 @@ from shardqueue.errors import (
     PassFinishedError,
     ShardQueueWarning,
 )
-from shardqueue.learner import LOG_EVERY, Book, learner_label, new_instance, this_process
+from shardqueue.learner import LOG_EVERY, Book, learner_label, log_pauses, new_instance, this_process
 from shardqueue.mailbox import open_mailbox
 from shardqueue.throughput import Rates, Rolling
 from shardqueue.units import check_count
@@ -189,6 +189,10 @@ class Session:
         return None if self.joined is None else self.joined.keys.run
 
     def __enter__(self) -> Self:
+        if self._pid != os.getpid():
+            raise ClosedError(
+                f"this session was made in process {self._pid}; make one in each training process"
+            )
         if self._entered:
             raise ClosedError("this session was entered before; make a new Session for another stay")
         self._entered = True
@@ -425,11 +429,10 @@ class _LogWriter:
         self._thread.join()
 
     def _work(self) -> None:
-        every = self._session._log_every
-        pause = every / 8
         self._write()
-        while not self._leaving.wait(pause):
-            pause = min(every, pause * 2)
+        for pause in log_pauses(self._session._log_every):
+            if self._leaving.wait(pause):
+                break
             self._write()
         deadline = self._session.clock.monotonic() + FAREWELL
         while not self._write() and self._session.clock.monotonic() < deadline:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from shardqueue.claims import Claims, Owner, State
 from shardqueue.errors import InvalidInputError, MailboxUnavailableError
-from shardqueue.learner import Book
+from shardqueue.learner import LOG_EVERY, Book, log_pauses
 from shardqueue.mailbox.memory import MemoryMailbox
 from shardqueue.plan import Plan
 from shardqueue.records import PROTOCOL, Manifest, Process
@@ -28,12 +29,17 @@ from shardqueue.run import TRAIN, Opening
 from shardqueue.units import Step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from shardqueue.asks import Ask
     from shardqueue.claims import Claim
     from shardqueue.mailbox import Mailbox
+    from shardqueue.records import LogPage
     from shardqueue.run import Joined
+
+
+FAREWELL = 10.0
+"""Seconds for which a node that leaves waits for an answer that does not come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +134,23 @@ class _World:
     trained: Counter[tuple[str, int]] = field(default_factory=Counter)
     places: dict[int, float] = field(default_factory=dict)
     drift: float = 0.0
+    idle: int = 0
 
     def at(self, when: float, do: Callable[[], None]) -> None:
+        """Do it then."""
         heapq.heappush(self.events, (when, next(self.tick), do))
 
+    def later(self, when: float, do: Callable[[], None]) -> None:
+        """Do it then, unless by then nothing else happens any more."""
+        self.idle += 1
+        self.at(when, partial(self._leave_idle, do))
+
+    def _leave_idle(self, do: Callable[[], None]) -> None:
+        self.idle -= 1
+        do()
+
     def run(self) -> None:
-        while self.events:
+        while len(self.events) > self.idle:
             self.now, _, do = heapq.heappop(self.events)
             do()
 
@@ -146,12 +163,14 @@ class _World:
 class _Learner:
     """One node: the machines of a learner and its consumer, driven by events."""
 
-    def __init__(self, world: _World, plan: Plan, node: Node, index: int, seconds: float, seed: int) -> None:
+    def __init__(
+        self, world: _World, plan: Plan, node: Node, index: int, seconds: float, log_every: float, seed: int
+    ) -> None:
         self.node, self.index = node, index
         self.busy = self.ended = 0.0
         self.batches = 0
-        self.done = self.dead = self.consumed = False
-        self._world, self._plan, self._seconds = world, plan, seconds
+        self.done = self.dead = False
+        self._world, self._plan, self._seconds, self._log_every = world, plan, seconds, log_every
         self._owner = Owner(f"node-{index:04d}", f"{index:06x}")
         where = Process(host=f"node-{index}", boot="virtual", pid=index, started="0")
         self.book = Book(self._owner.learner, self._owner.instance, "main", where)
@@ -160,6 +179,7 @@ class _Learner:
         self._queue: deque[Claim] = deque()
         self._running = False
         self._wake: float | None = None
+        self._left_at: float | None = None
         self.claims: Claims | None = None
         self._opening = Opening(
             plan, self._manifest(), self._owner, None, seen=lambda _: None, random=self._random
@@ -205,7 +225,8 @@ class _Learner:
                 self.book.claim((self.claims.keys.name, claim.identifier, claim.attempt))
             if not self._running:
                 self._take()
-            self.done = self.claims.exhausted and self.claims.asks.idle
+            if self.claims.exhausted and self.claims.asks.idle and not self._running and not self.done:
+                self._leave_at_the_end()
         wake = machine.wake(world.now)
         if wake != self._wake:
             self._wake = wake
@@ -229,7 +250,7 @@ class _Learner:
         )
         self.claims.met(set(joined.peers))
         self.book.run_id = joined.manifest.run_id
-        self.write_log()
+        self._log_on(log_pauses(self._log_every))
         self.turn()
 
     def _send(self, machine: Opening | Claims, ask: Ask) -> None:
@@ -256,17 +277,31 @@ class _Learner:
 
     def write_log(self) -> None:
         """Write the log half a call from now."""
-        world = self._world
         assert self.claims is not None
         self.book.grade = self.claims.pace.grade
-        for page in self.book.pages(world.now, world.now, 0.0):
-            key = self.claims.run.log(page.learner, page.instance, page.process, page.page)
-            self.book.wrote(page, clear=True)
-            world.at(world.now + world.latency() / 2, partial(self._put, key, page.encode()))
+        for page in self.book.pages(self._world.now, self._world.now, 0.0):
+            self._world.at(self._world.now + self._world.latency() / 2, partial(self._put, page))
 
-    def _put(self, key: str, data: bytes) -> None:
+    def _put(self, page: LogPage) -> None:
+        assert self.claims is not None
         self._world.requests["Put"] += 1
-        self._world.mailbox.put(key, data)
+        key = self.claims.run.log(page.learner, page.instance, page.process, page.page)
+        try:
+            self._world.mailbox.put(key, page.encode())
+        except MailboxUnavailableError:
+            self.book.wrote(page, clear=False)
+        else:
+            self.book.wrote(page, clear=True)
+
+    def _log_on(self, pauses: Iterator[float]) -> None:
+        if not self.dead and not self.done:
+            self.write_log()
+            self._world.later(self._world.now + next(pauses), partial(self._log_on, pauses))
+
+    def _leave_at_the_end(self) -> None:
+        self.done = True
+        self.book.left = "end"
+        self.write_log()
 
     def _load(self, claim: Claim) -> None:
         assert self.claims is not None
@@ -316,20 +351,24 @@ class _Learner:
         self._world.places.pop(self.index, None)
 
     def _leave(self) -> None:
-        """Leave in order: nothing new, then give back what is not trained (the running batch is finished)."""
+        """Leave in order: nothing new, then give back what is not trained, the running batch included."""
         claims, world = self.claims, self._world
-        if claims is None:
-            self.dead = True
+        if claims is None or self.done:
+            self._die()
             return
         claims.stop()
-        if claims.asks.in_flight or self._running:
+        self._left_at = world.now if self._left_at is None else self._left_at
+        if claims.asks.in_flight or (not claims.asks.idle and world.now - self._left_at < FAREWELL):
             world.at(world.now + max(world.latency(), 1e-3), self._leave)
+            self.turn()
             return
         for call in claims.give_back("early"):
             world.requests["PutIfAbsent"] += 1
-            call.perform(world.mailbox)
-        self.dead = True
-        self._world.places.pop(self.index, None)
+            with suppress(MailboxUnavailableError):  # written or not, nobody will know
+                call.perform(world.mailbox)
+        self.book.left = "early"
+        self.write_log()
+        self._die()
 
 
 def simulate(
@@ -338,7 +377,7 @@ def simulate(
     *,
     batch_seconds: float = 1.0,
     latency: float | Callable[[], float] = 0.0,
-    log_every: float = 0.0,
+    log_every: float = LOG_EVERY,
     seed: int = 0,
     mailbox: Mailbox | None = None,
 ) -> Outcome:
@@ -349,24 +388,24 @@ def simulate(
         nodes: who trains.
         batch_seconds: what a batch takes a node of speed 1.
         latency: seconds a mailbox call takes, or a function that draws them.
-        log_every: seconds between two writes of a log after the first; 0 for none.
+        log_every: seconds between two writes of a log.
         seed: of everything that is drawn.
         mailbox: instead of an empty one in memory; wrap one to inject faults.
 
     Raises:
-        InvalidInputError: there is no node, or `batch_seconds` is not positive.
+        InvalidInputError: there is no node, or a number of seconds is not positive.
     """
     if not nodes:
         raise InvalidInputError("nodes", nodes, "at least one node", "pass [Node()]")
-    if not batch_seconds > 0:
-        raise InvalidInputError("batch_seconds", batch_seconds, "more than 0", "pass 1.0")
+    for name, seconds in (("batch_seconds", batch_seconds), ("log_every", log_every)):
+        if not seconds > 0:
+            raise InvalidInputError(name, seconds, "more than 0", "pass 1.0")
     plan = Plan(units)
     draw = latency if callable(latency) else lambda: latency
     world = _World(MemoryMailbox() if mailbox is None else mailbox, draw)
-    learners = [_Learner(world, plan, node, index, batch_seconds, seed) for index, node in enumerate(nodes)]
-    if log_every > 0:
-        for learner in learners:
-            _log_on(world, learner, log_every)
+    learners = [
+        _Learner(world, plan, node, index, batch_seconds, log_every, seed) for index, node in enumerate(nodes)
+    ]
     world.run()
     return _outcome(world, plan, nodes, learners, batch_seconds)
 
@@ -382,17 +421,6 @@ def _limit(nodes: Sequence[Node], work: float) -> float:
         middle = (low + high) / 2
         low, high = (low, middle) if sum(node.done(middle) for node in nodes) >= work else (middle, high)
     return high
-
-
-def _log_on(world: _World, learner: _Learner, every: float) -> None:
-    def write() -> None:
-        if learner.dead or learner.done:
-            return
-        if learner.claims is not None:
-            learner.write_log()
-        world.at(world.now + every, write)
-
-    world.at(learner.node.joins + every, write)
 
 
 def _outcome(

@@ -285,9 +285,6 @@ def test_plans_and_mailboxes_may_be_made_before_a_fork(tmp_path: Path, made: str
 
 
 @forks
-@pytest.mark.xfail(
-    reason="enters, claims, is refused at the first batch, and gives nothing back", strict=True
-)
 def test_a_queue_made_before_a_fork_works_or_is_refused_before_it_claims(tmp_path: Path) -> None:
     units, url = unit_grid(60, 1, 1, taper=False), str(tmp_path / "box")
     queue = shared_queue(units, url, "node", load)
@@ -297,7 +294,6 @@ def test_a_queue_made_before_a_fork_works_or_is_refused_before_it_claims(tmp_pat
 
 
 @forks
-@pytest.mark.xfail(reason="enters, hands out a batch, and is refused by step()", strict=True)
 def test_a_session_made_before_a_fork_is_refused_before_it_claims(tmp_path: Path) -> None:
     units, url = unit_grid(20, 1, 1, taper=False), str(tmp_path / "box")
     session = Session(url, "node")

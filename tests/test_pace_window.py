@@ -149,10 +149,11 @@ class TestPaceWake:
         pace.handed(1000.0)
         now = 1000.0 + part * batch
         when = pace.wake(now, tail)
-        if when is None:
-            assert pace.wanted(now, tail) > 0.0
-        elif when <= 1000.0 + batch:
+        if when is not None:
             assert pace.wanted(when, tail) > 0.0
+        elif not pace.wanted(now, tail):
+            for later in (1000.0 + batch, 1000.0 + 10 * batch, 1000.0 + 1e6 * batch):
+                assert not pace.wanted(later, tail), "an overdue batch makes the others look longer too"
 
     def test_nothing_changes_by_itself_while_no_batch_runs(self) -> None:
         assert paced(batch=8.0, claim=1.0, ahead=5.0).wake(8.0, False) is None

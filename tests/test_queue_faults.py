@@ -356,7 +356,7 @@ def test_a_mailbox_that_is_away_at_the_start(memory: Mailbox) -> None:
 def test_a_mailbox_that_stays_away_is_an_error_after_what_was_loaded(memory: Mailbox) -> None:
     outage, loader = Outage(memory), CountingLoader()
     seen = []
-    units = unit_grid(400, 2, taper=False)
+    units = unit_grid(800, 40, taper=False)
     with pytest.raises(MailboxUnavailableError, match=r"not answered for \d+ s"):  # noqa: SIM117
         with Session(outage, "a", clock=Fast()) as session:
             with shared_queue(units, outage, "a", loader, prefetch=4) as queue:
@@ -364,12 +364,14 @@ def test_a_mailbox_that_stays_away_is_an_error_after_what_was_loaded(memory: Mai
                     seen.append(batch)
                     session.step(samples=1)
                     if len(seen) == 2:
+                        loader.wait_for(6)
                         outage.down()
     assert len(set(seen)) == len(seen) >= 6
     assert all(not r.offered for r in queue.returned)
     left = {r.unit for r in queue.returned}
     whole = {name for name in claimed_here(memory) if set(units[name].steps) <= {step for step, _ in seen}}
-    assert left == claimed_here(memory) - whole
+    assert left >= claimed_here(memory) - whole  # and claims of which nobody knows whether they landed
+    assert left.isdisjoint(whole)
 
 
 @pytest.mark.parametrize(
@@ -394,7 +396,8 @@ def test_a_call_that_fails_for_good_is_an_error(memory: Mailbox, verb: str, pref
     assert len(set(seen)) == len(seen)
     # Nothing was trained that is not ours, and all that was claimed and not trained is named.
     done = {name for name in UNITS if {(step, 0) for step in UNITS[name].steps} <= set(seen)}
-    assert {r.unit for r in queue.returned} == claimed_here(memory) - done
+    assert {r.unit for r in queue.returned} >= claimed_here(memory) - done
+    assert {r.unit for r in queue.returned}.isdisjoint(done)
 
 
 def test_a_mailbox_of_ones_own_may_raise_what_it_likes(memory: Mailbox) -> None:
@@ -404,18 +407,23 @@ def test_a_mailbox_of_ones_own_may_raise_what_it_likes(memory: Mailbox) -> None:
         ConnectionResetError,
     )
     denied.now = False
-    queue = shared_queue(UNITS, denied, "a", load, prefetch=1)
+    queue = shared_queue(unit_grid(400, 4, taper=False), denied, "a", load, prefetch=1)
     seen = []
     with pytest.raises(ConnectionResetError), queue:
         for _, batch in queue:
             seen.append(batch)
             denied.now = True
-    assert seen
-    assert queue.returned
+    assert len(set(seen)) == len(seen)
     assert not any(r.offered for r in queue.returned)
-    left = {r.unit for r in queue.returned}
-    done = {name for name in UNITS if {(step, 0) for step in UNITS[name].steps} <= set(seen)}
-    assert left == claimed_here(memory) - done
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError, KeyError, MailboxError])
+def test_a_mailbox_that_refuses_what_is_given_back(memory: Mailbox, error: type[Exception]) -> None:
+    denied = Denied(memory, lambda verb, key: key.startswith("back/") and verb == "put_if_absent", error)
+    with shared_queue(unit_grid(9, 9, taper=False), denied, "a", load) as queue:
+        next(queue)
+    assert [(r.unit, r.begin, r.offered) for r in queue.returned] == [(ONE, 1, False)]
+    assert last_page(memory, "a").left == "early"
 
 
 def test_a_claim_that_the_store_shows_to_be_anothers(memory: Mailbox) -> None:
@@ -442,9 +450,10 @@ def test_a_claim_that_the_store_does_not_show(memory: Mailbox) -> None:
             return True if verb == "put_if_absent" and name.startswith("units/") else forward()
 
     queue = shared_queue(UNITS, Forgets(memory), "a", load)
-    with pytest.raises(MailboxRefusedError, match="nothing"), queue:
+    with pytest.raises(MailboxRefusedError, match="nothing") as caught, queue:
         next(queue)
-    assert memory.list("back/") == []
+    unit = str(caught.value).split(":")[0].removeprefix("units/")
+    assert (unit, 0) not in given_back(memory)
 
 
 @pytest.mark.parametrize("every", [1, 2, 3])
@@ -481,15 +490,13 @@ def test_what_cannot_be_given_back_is_named_as_such(
     memory: Mailbox, caplog: pytest.LogCaptureFixture
 ) -> None:
     denied = Denied(memory, lambda verb, key: key.startswith("back/") and verb == "put_if_absent")
-    with shared_queue(unit_grid(3, 3), denied, "a", load) as queue:
+    with shared_queue(unit_grid(3, 3, taper=False), denied, "a", load) as queue:
         next(queue)
     assert [(r.unit, r.begin, r.offered) for r in queue.returned] == [(ONE, 1, False)]
     assert re.search(rf"{ONE}.*could not be given back", said(caplog))
 
 
 def test_a_folder_that_is_removed_while_in_use(tmp_path: Path) -> None:
-    import shutil
-
     box = open_mailbox(tmp_path / "box")
     seen = []
     with pytest.raises(MailboxUnavailableError, match="box") as caught:  # noqa: SIM117
@@ -499,7 +506,7 @@ def test_a_folder_that_is_removed_while_in_use(tmp_path: Path) -> None:
                     seen.append(batch)
                     session.step(samples=1)
                     if len(seen) == 3:
-                        shutil.rmtree(tmp_path / "box")
+                        (tmp_path / "box").rename(tmp_path / "elsewhere")
     assert "removed" in str(caught.value)
     assert len(seen) == len(set(seen)) >= 3
     assert not (tmp_path / "box").exists()
@@ -604,7 +611,10 @@ def test_leaving_from_another_thread_ends_a_consumer_that_waits(memory: Mailbox)
     with pytest.raises(ClosedError, match="left"):
         waiting.result()
     gate.open()
-    leaving.result()
+    try:
+        leaving.result()
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def test_a_generator_around_the_loop_that_is_dropped(memory: Mailbox) -> None:
@@ -659,7 +669,7 @@ def test_random_leaving_and_failing_trains_everything_once() -> None:
 # -- processes ---------------------------------------------------------------------------------------------
 
 SCRIPT = """
-import os, signal, sys, threading
+import os, sys, threading, time
 from shardqueue import Session, shared_queue, unit_grid
 
 mailbox, mode = sys.argv[1:]
@@ -675,13 +685,13 @@ def load(unit):
         yield step, (step, unit.lane)
 
 units = unit_grid(24, 3, taper=False)
+queue = shared_queue(units, mailbox, "a", load, prefetch=2)
 try:
-    with shared_queue(units, mailbox, "a", load, prefetch=2) as queue:
+    with queue:
         for step, batch in queue:
             say("batch", *batch)
-            if mode == "training":
-                while True:
-                    signal.pause()
+            while mode == "training":
+                time.sleep(0.01)
             say("trained", *batch)
 finally:
     say("returned", *(r.unit for r in queue.returned))
@@ -690,16 +700,30 @@ finally:
 """
 
 
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+    """Start the script above in a mode; what still runs at the end of the test is killed."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start_one(mode: str) -> subprocess.Popen[str]:
+        pipe = subprocess.PIPE
+        command = [sys.executable, "-c", SCRIPT, str(tmp_path / "box"), mode]
+        started.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True))
+        return started[-1]
+
+    yield start_one
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("mode", ["training", "waiting"])
-def test_a_signal_ends_the_block_in_order(tmp_path: Path, number: signal.Signals, mode: str) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(tmp_path / "box"), mode],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def test_a_signal_ends_the_block_in_order(
+    tmp_path: Path, start: Callable[[str], subprocess.Popen[str]], number: signal.Signals, mode: str
+) -> None:
+    process = start(mode)
     assert process.stdout is not None
     first = process.stdout.readline().split()
     assert first[0] == ("batch" if mode == "training" else "loading")
@@ -722,15 +746,11 @@ def test_a_signal_ends_the_block_in_order(tmp_path: Path, number: signal.Signals
     assert Counter(rest) == dataset(UNITS) - Counter([(int(first[1]), 0)] if mode == "training" else [])
 
 
-def test_a_second_signal_while_leaving_still_gives_back(tmp_path: Path) -> None:
+def test_a_second_signal_while_leaving_still_gives_back(
+    tmp_path: Path, start: Callable[[str], subprocess.Popen[str]]
+) -> None:
     """A scheduler sends SIGTERM to a process that is already leaving by it; the loader is in the middle of a unit."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(tmp_path / "box"), "waiting"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = start("waiting")
     assert process.stdout is not None
     assert process.stdout.readline().strip() == "loading"
     process.send_signal(signal.SIGTERM)
@@ -769,7 +789,7 @@ def test_a_process_that_ends_without_leaving_ends_quietly(tmp_path: Path) -> Non
 
 
 def test_sigterm_is_given_back_to_its_owner(memory: Mailbox) -> None:
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with shared_queue(UNITS, memory, "a", load) as queue:
         next(queue)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

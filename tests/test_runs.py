@@ -192,7 +192,7 @@ def test_a_run_name_outside_the_grammar_is_refused(memory: Mailbox) -> None:
 
 
 def test_the_longest_names_fit(memory: Mailbox, tmp_path: Path) -> None:
-    unit = "/".join(["u" * 180] * 3) + "/" + "v" * 177
+    unit = "/".join(["u" * 180, "v" * 180, "w" * 150])
     for mailbox in (memory, open_mailbox(tmp_path / "box")):
         got = train({unit: 1}, mailbox, "l" * 180, run="r" * 180, loader=lambda value: [(0, value)])
         assert got == [1]
@@ -517,6 +517,7 @@ class Learner:
         self._lines: queues.Queue[str] = queues.Queue()
         self._errors: list[str] = []
         self._readers = [Task(self._read), Task(self._read_errors)]
+        learners.append(self)
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -579,6 +580,20 @@ class Learner:
         return "".join(self._errors)
 
 
+learners: list[Learner] = []
+"""Those started by the test under way."""
+
+
+@pytest.fixture(autouse=True)
+def no_learner_stays() -> Iterator[None]:
+    """Kill what a test that failed has left running."""
+    yield
+    for learner in learners:
+        if learner.process.poll() is None:
+            learner.kill()
+    learners.clear()
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path / "box"
@@ -625,11 +640,11 @@ def test_four_terminals_one_after_another_in_any_state(folder: Path) -> None:
 
 
 def test_four_terminals_at_once(folder: Path) -> None:
-    learners = [Learner(folder, f"n{number}") for number in range(4)]
-    for learner in learners:
+    four = [Learner(folder, f"n{number}") for number in range(4)]
+    for learner in four:
         assert learner.next_batch()
-    together(learner.run_on for learner in learners)
-    assert sum((Counter(learner.trained) for learner in learners), Counter()) == dataset(UNITS)
+    together(learner.run_on for learner in four)
+    assert sum((Counter(learner.trained) for learner in four), Counter()) == dataset(UNITS)
     assert open_mailbox(folder).list("runs/") == ["runs/1.json"]
     late = Learner(folder, "late")
     assert late.wait() == 1
