@@ -33,7 +33,6 @@ from shardqueue.errors import (
     MailboxUnavailableError,
     PassFinishedError,
     RunError,
-    ShardQueueError,
     ShardQueueWarning,
 )
 from shardqueue.learner import learner_label, seen_here
@@ -307,7 +306,7 @@ class Feed:
                 if self._clock.monotonic() >= deadline:
                     return False
                 threading.Event().wait(0.2)
-            except ShardQueueError:
+            except Exception:  # named in what is returned; leaving goes on
                 return False
             else:
                 return True

@@ -355,7 +355,8 @@ class Session:
             self._restore_signal = signal.signal(signal.SIGTERM, _leave)
 
     def _release_sigterm(self) -> None:
-        if self._restore_signal is not None and signal.getsignal(signal.SIGTERM) is _leave:
+        here = threading.current_thread() is threading.main_thread()
+        if here and self._restore_signal is not None and signal.getsignal(signal.SIGTERM) in (_leave, _leaving):
             signal.signal(signal.SIGTERM, self._restore_signal)
         self._restore_signal = None
 
@@ -380,7 +381,13 @@ def _warn_unstepped(left: list[Step]) -> None:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+    """End the `with` block; a second notice must not cut short what the first began."""
+    signal.signal(number, _leaving)
     raise SystemExit(128 + number)
+
+
+def _leaving(number: int, frame: FrameType | None) -> None:
+    """We are on our way."""
 
 
 class _Entered:

@@ -397,7 +397,8 @@ def test_a_call_that_fails_for_good_is_an_error(memory: Mailbox, verb: str, pref
     # Nothing was trained that is not ours, and all that was claimed and not trained is named.
     done = {name for name in UNITS if {(step, 0) for step in UNITS[name].steps} <= set(seen)}
     assert {r.unit for r in queue.returned} >= claimed_here(memory) - done
-    assert {r.unit for r in queue.returned}.isdisjoint(done)
+    # A unit whose loader was stopped before it said that this was all may be named, with nothing left to train.
+    assert {r.unit for r in queue.returned if r.begin < UNITS[r.unit].count}.isdisjoint(done)
 
 
 def test_a_mailbox_of_ones_own_may_raise_what_it_likes(memory: Mailbox) -> None:

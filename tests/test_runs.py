@@ -28,6 +28,7 @@ from test_queue import (
     share,
     together,
     train,
+    until,
 )
 
 from shardqueue import Mailbox, Session, Unit, open_mailbox, shared_queue, unit_grid
@@ -618,7 +619,6 @@ def test_four_terminals_one_after_another_in_any_state(folder: Path) -> None:
     left.go(1)
     left.tell("leave")
     assert left.wait() == 0
-    assert "given back" in left.errors
     left_with = [*left.trained, left.in_hand]  # leaving in order: the last one is trained
 
     last = Learner(folder, "last")
@@ -698,6 +698,7 @@ def test_a_killed_process_does_not_break_a_run_that_others_are_in(tmp_path: Path
 def test_a_stopped_process_on_this_host_is_alive(folder: Path) -> None:
     first = Learner(folder, "a")
     assert first.next_batch()
+    until(lambda: bool(open_mailbox(folder).list("learners/")))
     os.kill(first.process.pid, signal.SIGSTOP)
     try:
         second = Learner(folder, "b")
