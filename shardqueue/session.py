@@ -356,7 +356,11 @@ class Session:
 
     def _release_sigterm(self) -> None:
         here = threading.current_thread() is threading.main_thread()
-        if here and self._restore_signal is not None and signal.getsignal(signal.SIGTERM) in (_leave, _leaving):
+        if (
+            here
+            and self._restore_signal is not None
+            and signal.getsignal(signal.SIGTERM) in (_leave, _leaving)
+        ):
             signal.signal(signal.SIGTERM, self._restore_signal)
         self._restore_signal = None
 
