@@ -58,6 +58,11 @@ class Asks:
         """Whether nothing is under way, waiting to be repeated or about to be made."""
         return not (self.in_flight or self._ready or self._later)
 
+    @property
+    def silent(self) -> float:
+        """Seconds for which no call was answered; 0 once one was."""
+        return self._silent
+
     def ask(self, call: Call, then: Callable[[Answer, float], None]) -> None:
         """Have `call` made."""
         self._ready.append(Ask(call, then))

@@ -77,7 +77,8 @@ class Claim:
         begin: the unit's first batch that this attempt trains, from 0.
         size: batches this attempt is expected to have; exact once its loader ended.
         handed: batches handed to the consumer.
-        trained: of those, how many are known to be trained.
+        trained: of those, how many are known to be trained, or will not be offered again.
+        unclear: of those, how many may not have been trained.
     """
 
     position: int
@@ -93,12 +94,13 @@ class Claim:
     loaded: bool = False
     handed: int = 0
     trained: int = 0
+    unclear: int = 0
     in_mind: float = 0.0
 
     @property
     def finished(self) -> bool:
         """Whether every batch is trained."""
-        return self.loaded and self.trained >= self.size
+        return self.loaded and self.trained >= self.size and not self.unclear
 
 
 def home_weights(grades: Sequence[int | None]) -> list[int]:

@@ -60,6 +60,10 @@ CALLERS = 16
 """Mailbox calls under way at once, at most."""
 
 
+OUTAGE = 10.0
+"""Seconds of silence of the mailbox after which that is said."""
+TURN = 1.0
+"""Seconds after which a waiting consumer looks whether a signal has come."""
 NAMED = 8
 """Units that a line of the log names, at most."""
 
@@ -80,7 +84,9 @@ class _Bell:
             self._silent.release()
 
     def wait(self) -> None:
-        self._silent.acquire()
+        # In turns, because a signal that comes just before a call into the lock is only seen after it.
+        while not self._silent.acquire(timeout=TURN):
+            pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +99,7 @@ class Returned:
         begin: the batch at which whoever claims it next begins.
         unclear: batches just before `begin` that were handed out and may or may not have been trained.
         offered: whether the record that lets others claim it was written.
+        ours: whether it was proven to be ours; if not, it may be nobody's.
     """
 
     unit: str
@@ -100,6 +107,7 @@ class Returned:
     begin: int
     unclear: int
     offered: bool
+    ours: bool = True
 
 
 @dataclass(slots=True)
@@ -145,6 +153,9 @@ class Feed:
         self._closing = False
         self._closing_since = 0.0
         self._twin = self._warned_twin = False
+        self._logged = False
+        self._told_outage = False
+        self._handed_out = 0
         self._sleeps_until = 0.0
         self._pool = ThreadPoolExecutor(CALLERS, thread_name_prefix="shardqueue-mailbox")
         self._threads = [
@@ -191,13 +202,19 @@ class Feed:
             if self._error is not None and not self._head_may_come():
                 raise self._error
             if self._exhausted():
-                self.over = True
+                self._end()
                 raise StopIteration
             self._news.notify()
             return None
 
+    def _end(self) -> None:
+        if not self.over and not self._handed_out:
+            logger.warning("%s: nothing was left to claim in run %s", self._owner.learner, self._session.run)
+        self.over = True
+
     def _hand_out(self, claims: Claims) -> _Loaded:
         head = self._buffer.popleft()
+        self._handed_out += 1
         now = self._clock.monotonic()
         claims.handed(head.claim, now)
         self._room.notify()
@@ -255,7 +272,8 @@ class Feed:
             self._ready.ring()
         try:
             for thread in self._threads:
-                thread.join()
+                if thread.ident is not None:  # a signal may have come before it was started
+                    thread.join()
             self._give_back("error" if failed else "early")
         finally:
             self._pool.shutdown(wait=True)
@@ -265,38 +283,35 @@ class Feed:
         claims = self._claims
         if claims is None:
             return
-        unclear = self._unclear(claims)
+        self._withhold_unclear(claims)
         calls = claims.give_back(why)
         kept = [claim for claim in claims.hand if claim.state is State.OURS and not claim.finished]
         deadline = self._clock.monotonic() + FAREWELL
         wrote = list(self._pool.map(lambda call: self._insist(call, deadline), calls))
         self.returned = tuple(
-            Returned(
-                claim.identifier, claim.attempt, claim.begin + claim.trained, unclear.get(claim, 0), done
-            )
+            Returned(claim.identifier, claim.attempt, claim.begin + claim.trained, claim.unclear, done)
             for claim, done in zip(kept, wrote, strict=True)
         )
         self.returned += tuple(
-            Returned(claim.identifier, claim.attempt, claim.begin, 0, False) for claim in claims.unclear
+            Returned(claim.identifier, claim.attempt, claim.begin, 0, offered=False, ours=False)
+            for claim in claims.unclear
         )
         for claim in kept:
             self._session.released((self._pass, claim.identifier, claim.attempt))
         if self.returned:
             logger.warning("%s left early: %s", self._owner.learner, _say(self.returned))
 
-    def _unclear(self, claims: Claims) -> dict[Claim, int]:
-        """Batches in the consumer's hands that only coming back would have made trained.
+    def _withhold_unclear(self, claims: Claims) -> None:
+        """Batches in the consumer's hands that only coming back would have made trained are not offered again.
 
-        They may be trained already, so they are not offered again: every batch at most once.
+        They may be trained already: every batch at most once.
         """
-        unclear: dict[Claim, int] = {}
         steps = self._session.in_hand(self._pass) if self._session.counts_coming_back else []
         for step in steps:
             claim = _claim_of(claims, step)
             if claim is not None:
-                unclear[claim] = unclear.get(claim, 0) + 1
+                claim.unclear += 1
                 claim.trained = max(claim.trained, step.index + 1 - claim.begin)
-        return unclear
 
     def _insist(self, call: PutIfAbsent, deadline: float) -> bool:
         while True:
@@ -369,8 +384,9 @@ class Feed:
     def _turn(self) -> None:
         now = self._clock.monotonic()
         machine = self._machine()
-        for ask in machine.poll(now):
-            self._pool.submit(self._perform, machine, ask)
+        if machine is self._opening or self._logged:
+            for ask in machine.poll(now):
+                self._pool.submit(self._perform, machine, ask)
         if self._opening is not None and self._claims is None and self._opening.joined is not None:
             self._begin(self._opening.joined, late=self._opening.joined.late)
             return
@@ -403,7 +419,13 @@ class Feed:
             scans=getattr(self._mailbox, "listing", "page") == "scan",
         )
         self._claims.met(set(joined.peers))
-        self._session.attach(joined)
+        # A claim without a log in sight would look like the claim of somebody dead.
+        self._logged = self._session.attach(joined, self._log_is_written)
+
+    def _log_is_written(self) -> None:
+        with self._lock:
+            self._logged = True
+            self._news.notify()
 
     def _perform(self, machine: Opening | Claims, ask: Ask) -> None:
         answer: Answer = None
@@ -420,6 +442,7 @@ class Feed:
                 else:
                     machine.asks.failed(ask, error, now)
                 self._hear(machine)
+                self._say_outage(machine.asks.silent)
             except BaseException as wrong:  # the consumer must hear of it, whatever it is
                 self._fail(wrong)
 
@@ -432,6 +455,13 @@ class Feed:
                 self._twin |= twin.left is None and seen_here(twin.where) is not False
         self._news.notify()
         self._ready.ring()
+
+    def _say_outage(self, seconds: float) -> None:
+        if seconds > OUTAGE and not self._told_outage:
+            logger.warning(
+                "%s: the mailbox has not answered for %.0f s; still trying", self._owner.learner, seconds
+            )
+        self._told_outage = seconds > OUTAGE
 
     def _fail(self, error: BaseException) -> None:
         if self._error is None:
@@ -470,7 +500,7 @@ class Feed:
 
     def _loaded(self, claim: Claim, count: int) -> None:
         assert self._claims is not None
-        if count == 0:
+        if count == 0 and claim.begin == 0:
             logger.warning("load gave no batch for unit %s", claim.identifier)
         self._claims.loaded(claim, count)
         self._settle(self._claims, claim)
@@ -529,9 +559,13 @@ def _pairs(load: Load, value: object, identifier: str) -> Generator[tuple[int, A
         for item in items:
             pair = isinstance(item, tuple) and len(item) == 2
             if not pair or not hasattr(item[0], "__index__"):
+                what = (
+                    f"the step {item[0]!r:.80}, which is no int,"
+                    if pair
+                    else f"{type(item).__name__} {item!r:.80}"
+                )
                 raise LoadError(
-                    f"load yielded {type(item).__name__} for unit {identifier}; it must yield (step, batch) pairs, "
-                    "the step an int"
+                    f"load yielded {what} for unit {identifier}; it must yield (step, batch) pairs, the step an int"
                 )
             yield item[0].__index__(), item[1]
     finally:
@@ -549,6 +583,8 @@ def _say(returned: tuple[Returned, ...]) -> str:
 
 def _say_one(returned: Returned) -> str:
     what = "given back" if returned.offered else "could not be given back, so nobody will train it"
+    if not returned.ours:
+        what = "was asked for and never answered: it may or may not be ours"
     unclear = f", {returned.unclear} before it perhaps not trained" if returned.unclear else ""
     return f"{returned.unit} from batch {returned.begin} {what}{unclear}"
 

@@ -57,7 +57,9 @@ def check_identifier(name: object, what: str = "identifier", folders: bool = Tru
         raise InvalidInputError(what, name, "free of '/'", "use '-' instead")
     if any(segment[:1] in ("", ".") for segment in segments):
         bound = "free of empty segments, of segments that start with '.', and of a '/' at either end"
-        raise InvalidInputError(what, name, bound, "write it as 'a' or 'a/b'")
+        raise InvalidInputError(
+            what, name, bound, "write it as 'a' or 'a/b'" if folders else "write it as 'a-b'"
+        )
     longest = max(len(segment.encode()) for segment in segments)
     if longest > _SEGMENT_BYTES or len(name.encode()) > _TOTAL_BYTES:
         bound = f"at most {_SEGMENT_BYTES} bytes in each segment and {_TOTAL_BYTES} in all"

@@ -268,6 +268,8 @@ class Opening:
             self.asks.ask_at(now + look.pause, List(look.keys.learners), then)
             look.pause = min(LOOK_EVERY, 2 * look.pause)
         elif step is Next.FINISHED:
+            assert look.manifest is not None
+            check_manifest(look.keys, look.manifest, self._plan)
             self.asks.fail(self._finished(look))
         else:
             self._open_next(look)
@@ -315,7 +317,7 @@ def check_manifest(keys: RunKeys, manifest: Manifest, plan: Plan) -> None:
     if signature is None or not plan.matches(signature):
         raise PlanMismatchError(
             f"run {keys.run} was opened with another plan: {describe_signature(signature)}; this learner has "
-            f"{plan.describe()}. Give every node the same plan, or use another prefix"
+            f"{describe_signature(plan.signature())}. Give every node the same plan, or use another prefix"
         )
 
 

@@ -15,6 +15,7 @@ import os
 import signal
 import threading
 import warnings
+from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -32,7 +33,7 @@ from shardqueue.throughput import Rates, Rolling
 from shardqueue.units import check_count
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from types import FrameType, TracebackType
 
     from shardqueue.clock import Clock
@@ -95,6 +96,7 @@ class Session:
         self.joined: Joined | None = None
         self._book = Book(self.learner_id, self.instance, "main", this_process())
         self._rolling = Rolling()
+        self._untold: deque[Step] = deque()
         self._log_every = log_every
         self._implicit = _own
         self._own = _own
@@ -125,8 +127,8 @@ class Session:
         self._check_open()
         with self.lock:
             self._stepped, self._implicit = True, False
-            steps = self._train(samples, global_step)
-        self._tell(steps)
+            self._train(samples, global_step)
+        self._tell()
 
     def track(self, loader: Iterable[T]) -> Iterator[T]:
         """Yield what `loader` yields, noting what really reached the loop.
@@ -243,15 +245,18 @@ class Session:
         if ended:
             self._finished.add(pass_)
 
-    def attach(self, joined: Joined) -> None:
-        """The run is agreed on: the log begins."""
+    def attach(self, joined: Joined, logged: Callable[[], None]) -> bool:
+        """The run is agreed on: the log begins.
+
+        Returns:
+            Whether the log is written already; if not, `logged` is called from another thread once it was tried.
+        """
         with self.lock:
-            if self.joined is not None:
-                return
-            self.joined = joined
-            self._book.run_id = joined.manifest.run_id
-            self._writer = _LogWriter(self)
-        self._writer.start()
+            if self._writer is None:
+                self.joined = joined
+                self._book.run_id = joined.manifest.run_id
+                self._writer = _LogWriter(self)
+            return self._writer.start(logged)
 
     def claimed(self, key: tuple[str, str, int]) -> None:
         """An attempt at a unit is ours."""
@@ -276,7 +281,7 @@ class Session:
             if not self._implicit and not self._stepped and len(self._book.in_hand) >= STEPLESS:
                 self._implicit = forgotten = True
             steps = self._train(0) if self._implicit else []
-        self._tell(steps)
+        self._tell()
         if forgotten:
             _warn_stepless(len(steps))
 
@@ -291,7 +296,7 @@ class Session:
             steps = self._train(0) if counts else []
             forgotten = bool(steps) and not self._implicit
             left = self._book.in_hand if ended and not failed else []
-        self._tell(steps)
+        self._tell()
         if forgotten:
             _warn_stepless(len(steps))
         if left:
@@ -330,14 +335,17 @@ class Session:
         A feed holds its own lock while it reports to the session, so the session never calls one under its lock.
         """
         steps = self._book.train(samples, self.clock.wall(), global_step)
+        self._untold += steps
         self._rolling.add(self.clock.monotonic(), len(steps), samples)
         return steps
 
-    def _tell(self, steps: list[Step]) -> None:
-        for step in steps:
+    def _tell(self) -> None:
+        while self._untold:  # what a signal interrupts here is told when the feed is left
+            step = self._untold[0]
             feed = self._feeds.get(step.pass_)
             if feed is not None:
                 feed.trained(step)
+            self._untold.popleft()
 
     def _check_open(self) -> None:
         if self._pid != os.getpid():
@@ -431,9 +439,18 @@ class _LogWriter:
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._work, name="shardqueue-log", daemon=True)
         self._told = False
+        self._lock = threading.Lock()
+        self._waiting: list[Callable[[], None]] = []
+        self._tried = False
 
-    def start(self) -> None:
-        self._thread.start()
+    def start(self, logged: Callable[[], None]) -> bool:
+        """Begin, if not begun. Return whether a first write was tried; if not, have `logged` called after it."""
+        with self._lock:
+            if not self._tried:
+                self._waiting.append(logged)
+            if self._thread.ident is None:
+                self._thread.start()
+            return self._tried
 
     def finish(self) -> None:
         self._leaving.set()
@@ -441,6 +458,10 @@ class _LogWriter:
 
     def _work(self) -> None:
         self._write()
+        with self._lock:
+            self._tried, waiting = True, self._waiting
+        for logged in waiting:
+            logged()
         for pause in log_pauses(self._session._log_every):
             if self._leaving.wait(pause):
                 break

@@ -250,8 +250,9 @@ class _Learner:
         )
         self.claims.met(set(joined.peers))
         self.book.run_id = joined.manifest.run_id
+        # As in a feed, the log goes first.
         self._log_on(log_pauses(self._log_every))
-        self.turn()
+        self._world.at(self._world.now + self._world.latency(), self.turn)
 
     def _send(self, machine: Opening | Claims, ask: Ask) -> None:
         world = self._world

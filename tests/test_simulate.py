@@ -42,19 +42,21 @@ class TestTheWorkedExample:
     units = unit_grid(24, 1, 1, taper=False)
 
     def test_a_fixed_split_takes_24_and_the_shared_queue_12(self) -> None:
-        outcome = simulate(self.units, nodes(), latency=1e-6)
+        outcome = simulate(self.units, nodes())
         assert outcome.fixed == 24.0
-        assert outcome.makespan == pytest.approx(12.0, abs=1e-4)
+        assert outcome.makespan == 12.0
         assert outcome.batches == outcome.units == (11, 5, 5, 3)
         assert outcome.limit == pytest.approx(24 / 2.25)
         assert outcome.ratio == pytest.approx(1.125, abs=1e-4)
         assert once(outcome, self.units)
 
     def test_whatever_the_seed(self) -> None:
+        """At 10, A, B and C are ready at once and one unit is left: whoever gets it, D ends last, at 12."""
         for seed in range(30):
             outcome = simulate(self.units, nodes(), latency=1e-6, seed=seed)
             assert once(outcome, self.units)
-            assert outcome.ratio <= 1.13
+            assert outcome.makespan == pytest.approx(12.0, abs=1e-4)
+            assert outcome.batches in {(11, 5, 5, 3), (10, 6, 5, 3), (10, 5, 6, 3)}
 
     def test_with_no_latency_at_all(self) -> None:
         outcome = simulate(self.units, nodes(), latency=0.0)

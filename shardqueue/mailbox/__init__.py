@@ -69,7 +69,8 @@ def open_mailbox(
 
     Args:
         url: a folder (`/data/run1`, `~/run1`, `file:///data/run1`), a bucket and prefix (`s3://bucket/run1`), or
-            `memory://name` (this process only). An object that already is a mailbox is returned as it is.
+            `memory://name` (this process only). An object that already is a mailbox is returned as it is, and
+            not proven: `shardqueue.mailbox.probe.prove_exclusive` does that.
         prove: prove on an object store that its create is exclusive (five requests). False writes nothing:
             a folder must exist. It is for those who only look.
         storage_options: for a bucket, what s3fs takes: `key=`, `secret=`, `endpoint_url=`, `client_kwargs=`...,
@@ -106,8 +107,7 @@ def open_mailbox(
 
 def _checked(mailbox: object, storage_options: dict[str, Any]) -> Mailbox:
     if not isinstance(mailbox, Mailbox):
-        kind = type(mailbox).__name__
-        raise InvalidInputError("mailbox", kind, "a URL, a path or an object with the five verbs", _WORKS)
+        raise InvalidInputError("mailbox", mailbox, "a URL, a path or an object with the five verbs", _WORKS)
     if storage_options:
         remedy = "pass them where the mailbox is opened"
         raise InvalidInputError(
