@@ -344,7 +344,7 @@ class Claims:
                 return position
         position = window.home()
         if position is None:
-            position = self._stolen(window.steal)
+            position = self._stolen(window.largest if window.uneven else window.steal)
         if position is None and not may_look:
             position = window.steal(unlisted=True)
         return position
