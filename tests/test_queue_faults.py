@@ -16,7 +16,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from test_queue import (
+from learners import (
     PATIENCE,
     CountingLoader,
     Gate,

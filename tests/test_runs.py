@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from test_queue import (
+from learners import (
     PATIENCE,
     Task,
     Value,

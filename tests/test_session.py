@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from test_queue import (
+from learners import (
     PATIENCE,
     CountingLoader,
     Gate,
