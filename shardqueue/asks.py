@@ -42,11 +42,22 @@ class Ask:
 class Asks:
     """The calls of one machine. `error` is set when it cannot go on; then nothing more is handed out."""
 
-    __slots__ = ("_last_failure", "_later", "_patience", "_random", "_ready", "_silent", "error", "in_flight")
+    __slots__ = (
+        "_last_failure",
+        "_later",
+        "_patience",
+        "_random",
+        "_ready",
+        "_silent",
+        "error",
+        "in_flight",
+        "last_error",
+    )
 
     def __init__(self, random: Random, patience: float = PATIENCE) -> None:
         self.error: Exception | None = None
         self.in_flight = 0
+        self.last_error: Exception | None = None
         self._random, self._patience = random, patience
         self._ready: list[Ask] = []
         self._later: list[tuple[float, Ask]] = []
@@ -57,6 +68,11 @@ class Asks:
     def idle(self) -> bool:
         """Whether nothing is under way, waiting to be repeated or about to be made."""
         return not (self.in_flight or self._ready or self._later)
+
+    @property
+    def patience(self) -> float:
+        """Seconds of silence after which `error` is set."""
+        return self._patience
 
     @property
     def silent(self) -> float:
@@ -113,6 +129,7 @@ class Asks:
             # A suspended process must not take its own absence for the mailbox's.
             self._silent += min(now - self._last_failure, LONGEST_SILENCE)
         self._last_failure = now
+        self.last_error = error
         if self._silent > self._patience:
             bound = f"the mailbox has not answered for {self._silent:.0f} s (at most {self._patience:.0f} s)"
             self.fail(MailboxUnavailableError(f"{bound}; last: {error}"))

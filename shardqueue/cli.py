@@ -8,6 +8,7 @@ mean is said in its help.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -78,4 +79,10 @@ def _parser() -> argparse.ArgumentParser:
 def _demo(options: argparse.Namespace) -> int:
     from shardqueue.demo import FULL, QUICK, run
 
+    signal.signal(signal.SIGTERM, _leave)
     return run(QUICK if options.quick else FULL, options.json)
+
+
+def _leave(number: int, frame: object) -> None:  # noqa: ARG001
+    """End in order, so that nothing is left behind."""
+    raise SystemExit(128 + number)

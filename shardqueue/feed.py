@@ -40,14 +40,14 @@ from shardqueue.mailbox import open_mailbox
 from shardqueue.plan import Plan, check_identifier
 from shardqueue.records import PROTOCOL, Manifest
 from shardqueue.run import TRAIN, Opening, check_manifest
-from shardqueue.session import FAREWELL, Session, find_session
+from shardqueue.session import FAREWELL, Session, find_session, session_of_this_thread
 from shardqueue.units import Step, check_int
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
     from types import TracebackType
 
-    from shardqueue.asks import Ask
+    from shardqueue.asks import Ask, Asks
     from shardqueue.mailbox import Mailbox
     from shardqueue.mailbox.calls import Answer, PutIfAbsent
     from shardqueue.run import Joined
@@ -60,6 +60,8 @@ CALLERS = 16
 """Mailbox calls under way at once, at most."""
 
 
+FIRST_LOG = 2.0
+"""Seconds for which the first claim waits until the log says that we are here."""
 OUTAGE = 10.0
 """Seconds of silence of the mailbox after which that is said."""
 TURN = 1.0
@@ -154,7 +156,10 @@ class Feed:
         self._closing_since = 0.0
         self._twin = self._warned_twin = False
         self._logged = False
-        self._told_outage = False
+        self._log_by = 0.0
+        self._next_outage = OUTAGE
+        self._told_empty = False
+        self._left_why = "this queue was left; its iteration is over"
         self._handed_out = 0
         self._sleeps_until = 0.0
         self._pool = ThreadPoolExecutor(CALLERS, thread_name_prefix="shardqueue-mailbox")
@@ -196,7 +201,7 @@ class Feed:
         """Take the next batch, or None when it has still to come."""
         with self._lock:
             if self._closing:
-                raise ClosedError("this queue was left; its iteration is over")
+                raise ClosedError(self._left_why)
             if self._claims is not None and self._buffer and self._buffer[0].claim.state is State.OURS:
                 return self._hand_out(self._claims)
             if self._error is not None and not self._head_may_come():
@@ -254,6 +259,14 @@ class Feed:
 
     # -- leaving -----------------------------------------------------------------------------------------
 
+    def replace(self) -> None:
+        """Another queue of this learner begins in this process."""
+        self._left_why = (
+            f"this queue was left: a later queue of learner id {self._owner.learner!r} in this process closed it; "
+            "give queues that are to run side by side their own learner_id"
+        )
+        self.close(failed=False)
+
     def close(self, failed: bool) -> None:
         """Stop, wait for what is in progress, and give back what was claimed and not trained.
 
@@ -286,7 +299,7 @@ class Feed:
         self._withhold_unclear(claims)
         calls = claims.give_back(why)
         kept = [claim for claim in claims.hand if claim.state is State.OURS and not claim.finished]
-        deadline = self._clock.monotonic() + FAREWELL
+        deadline = self._closing_since + FAREWELL
         wrote = list(self._pool.map(lambda call: self._insist(call, deadline), calls))
         self.returned = tuple(
             Returned(claim.identifier, claim.attempt, claim.begin + claim.trained, claim.unclear, done)
@@ -384,7 +397,8 @@ class Feed:
     def _turn(self) -> None:
         now = self._clock.monotonic()
         machine = self._machine()
-        if machine is self._opening or self._logged:
+        may_claim = machine is self._opening or self._logged or now >= self._log_by
+        if may_claim:
             for ask in machine.poll(now):
                 self._pool.submit(self._perform, machine, ask)
         if self._opening is not None and self._claims is None and self._opening.joined is not None:
@@ -397,7 +411,7 @@ class Feed:
                 self._room.notify_all()
         if self._finished_driving():
             return
-        wake = machine.wake(now)
+        wake = machine.wake(now) if may_claim else self._log_by
         if self._closing:
             wake = now + 0.5 if wake is None else min(wake, now + 0.5)
         self._sleeps_until = float("inf") if wake is None else wake
@@ -420,6 +434,7 @@ class Feed:
         )
         self._claims.met(set(joined.peers))
         # A claim without a log in sight would look like the claim of somebody dead.
+        self._log_by = self._clock.monotonic() + FIRST_LOG
         self._logged = self._session.attach(joined, self._log_is_written)
 
     def _log_is_written(self) -> None:
@@ -442,7 +457,7 @@ class Feed:
                 else:
                     machine.asks.failed(ask, error, now)
                 self._hear(machine)
-                self._say_outage(machine.asks.silent)
+                self._say_outage(machine.asks)
             except BaseException as wrong:  # the consumer must hear of it, whatever it is
                 self._fail(wrong)
 
@@ -456,12 +471,16 @@ class Feed:
         self._news.notify()
         self._ready.ring()
 
-    def _say_outage(self, seconds: float) -> None:
-        if seconds > OUTAGE and not self._told_outage:
-            logger.warning(
-                "%s: the mailbox has not answered for %.0f s; still trying", self._owner.learner, seconds
-            )
-        self._told_outage = seconds > OUTAGE
+    def _say_outage(self, asks: Asks) -> None:
+        """Say that the mailbox is silent, after `OUTAGE` seconds and then every minute."""
+        if asks.silent < self._next_outage:
+            self._next_outage = OUTAGE if asks.silent == 0.0 else self._next_outage
+            return
+        self._next_outage = asks.silent + 60.0
+        logger.warning(
+            "%s: the mailbox has not answered for %.0f s; trying for %.0f s in all; last: %s",
+            *(self._owner.learner, asks.silent, asks.patience, asks.last_error),
+        )
 
     def _fail(self, error: BaseException) -> None:
         if self._error is None:
@@ -484,6 +503,7 @@ class Feed:
             try:
                 count = self._load_one(claim)
             except BaseException as error:  # the consumer must hear of it, whatever it is
+                error.add_note(f"raised by load for unit {claim.identifier!r}")
                 with self._lock:
                     self._loading = None
                     self._fail(error)
@@ -500,8 +520,9 @@ class Feed:
 
     def _loaded(self, claim: Claim, count: int) -> None:
         assert self._claims is not None
-        if count == 0 and claim.begin == 0:
-            logger.warning("load gave no batch for unit %s", claim.identifier)
+        if count == 0 and claim.begin == 0 and not self._told_empty:
+            self._told_empty = True
+            logger.warning("load gave no batch for unit %s; said once", claim.identifier)
         self._claims.loaded(claim, count)
         self._settle(self._claims, claim)
 
@@ -589,6 +610,17 @@ def _say_one(returned: Returned) -> str:
     return f"{returned.unit} from batch {returned.begin} {what}{unclear}"
 
 
+def _warn_of_another_session(learner: str) -> None:
+    other = session_of_this_thread()
+    if other is not None and other.learner_id != learner:
+        warnings.warn(
+            f"the entered session is of learner id {other.learner_id!r}, the queue of {learner!r}: the session will "
+            "know nothing of its batches, and step() decides nothing; give both one learner_id",
+            ShardQueueWarning,
+            stacklevel=5,
+        )
+
+
 def _warn_twin(learner: str) -> None:
     warnings.warn(
         f"learner id {learner!r} is live twice; both work, and their logs stay apart, but reports will show one "
@@ -658,9 +690,10 @@ class SharedQueue:
 
     def _own_session(self) -> Session:
         mailbox = open_mailbox(self._mailbox)
+        _warn_of_another_session(self._learner_id)
         older = find_session(self._learner_id, own=True)
         if older is not None and older.mailbox == mailbox:
-            older.__exit__(None, None, None)
+            older.replace()
         return Session(mailbox, self._learner_id, _own=True).__enter__()
 
     def __iter__(self) -> Iterator[tuple[Step, Any]]:

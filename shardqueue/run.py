@@ -130,6 +130,7 @@ class _Look:
     last_listed: float | None = None
     watched: float = 0.0
     manifest: Manifest | None = None
+    manifest_read: int = 0
     units_claimed: bool = False
     learners: dict[tuple[str, str], _Watched] = field(default_factory=dict)
 
@@ -188,6 +189,7 @@ class Opening:
         """Everything that a fresh prefix and a running one need, at once."""
         look = self._look_at(self._first)
         self._ask(look, PutIfAbsent(look.keys.manifest, self._manifest.encode()), self._created)
+        self._ask(look, Get(look.keys.manifest), self._read_manifest)
         if self._wanted is None:
             self._ask(look, List(RUNS), self._listed_runs)
 
@@ -212,13 +214,12 @@ class Opening:
     def _created(self, look: _Look, answer: Answer, now: float) -> None:  # noqa: ARG002
         if answer is True:
             look.manifest = self._manifest
-        else:
-            self._ask(look, Get(look.keys.manifest), self._read_manifest)
 
     def _read_manifest(self, look: _Look, answer: Answer, now: float) -> None:  # noqa: ARG002
-        if not isinstance(answer, bytes):
-            raise RunError(f"{look.keys.manifest} exists and cannot be read; use another prefix")
-        look.manifest = Manifest.decode(answer, look.keys.manifest)
+        if isinstance(answer, bytes) and look.manifest is not self._manifest:
+            found = Manifest.decode(answer, look.keys.manifest)
+            look.manifest = self._manifest if found == self._manifest else found
+        look.manifest_read += 1
 
     def _listed_runs(self, look: _Look, answer: Answer, now: float) -> None:  # noqa: ARG002
         assert isinstance(answer, list)
@@ -252,6 +253,11 @@ class Opening:
     # -- deciding ----------------------------------------------------------------------------------------
 
     def _consider(self, look: _Look, now: float) -> None:
+        if look.manifest is None:
+            if look.manifest_read > 1:
+                raise RunError(f"{look.keys.manifest} exists and cannot be read; use another prefix")
+            self._ask(look, Get(look.keys.manifest), self._read_manifest)
+            return
         if self._wanted is not None or look.manifest is self._manifest:
             self._join(look)
             return
@@ -268,7 +274,6 @@ class Opening:
             self.asks.ask_at(now + look.pause, List(look.keys.learners), then)
             look.pause = min(LOOK_EVERY, 2 * look.pause)
         elif step is Next.FINISHED:
-            assert look.manifest is not None
             check_manifest(look.keys, look.manifest, self._plan)
             self.asks.fail(self._finished(look))
         else:

@@ -90,13 +90,17 @@ class Session:
         self.learner_id = learner_label(learner_id)
         self.instance = new_instance()
         self.source = mailbox
-        self.mailbox = open_mailbox(mailbox)
+        self.mailbox = (
+            open_mailbox(mailbox, prove=not _own) if not isinstance(mailbox, str) else open_mailbox(mailbox)
+        )
         self.clock = clock or SystemClock()
         self.lock = threading.RLock()
         self.joined: Joined | None = None
         self._book = Book(self.learner_id, self.instance, "main", this_process())
         self._rolling = Rolling()
         self._untold: deque[Step] = deque()
+        self._farewell_by = float("inf")
+        self._thread = 0
         self._log_every = log_every
         self._implicit = _own
         self._own = _own
@@ -198,15 +202,30 @@ class Session:
         if self._entered:
             raise ClosedError("this session was entered before; make a new Session for another stay")
         self._entered = True
+        self._thread = threading.get_ident()
+        if not self._own and find_session(self.learner_id, own=True) is not None:
+            warnings.warn(
+                f"a queue of learner id {self.learner_id!r} is entered already, without this session: step() will "
+                "decide nothing for it; enter the session first: `with session, shared_queue(...) as queue`",
+                ShardQueueWarning,
+                stacklevel=2,
+            )
         _entered.add(self)
         self._catch_sigterm()
         return self
+
+    def replace(self) -> None:
+        """Leave, because another queue of this learner begins in this process."""
+        for feed in list(self._feeds.values()):
+            feed.replace()
+        self.__exit__(None, None, None)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._pid != os.getpid() or self._closed:
             return
+        self._farewell_by = min(self._farewell_by, self.clock.monotonic() + FAREWELL)
         try:
             for feed in list(self._feeds.values()):
                 feed.close(failed=error is not None)
@@ -227,7 +246,7 @@ class Session:
         self._check_open()
         older = self._feeds.get(pass_)
         if older is not None:
-            older.close(failed=False)
+            older.replace()
         if pass_ in self._finished:
             raise PassFinishedError(
                 f"learner {self.learner_id!r} has already iterated {pass_ or 'this pass'} of run {self.run} to "
@@ -426,9 +445,19 @@ class _Entered:
                     return session
         return None
 
+    def here(self) -> Session | None:
+        """The latest session that the user entered in this thread."""
+        with self._lock:
+            for session in reversed(self._sessions):
+                mine = session._pid == os.getpid() and session._thread == threading.get_ident()
+                if mine and not session._own:
+                    return session
+        return None
+
 
 _entered = _Entered()
 find_session = _entered.find
+session_of_this_thread = _entered.here
 
 
 class _LogWriter:
@@ -466,8 +495,7 @@ class _LogWriter:
             if self._leaving.wait(pause):
                 break
             self._write()
-        deadline = self._session.clock.monotonic() + FAREWELL
-        while not self._write() and self._session.clock.monotonic() < deadline:
+        while not self._write() and self._session.clock.monotonic() < self._session._farewell_by:
             threading.Event().wait(0.5)
 
     def _write(self) -> bool:

@@ -34,6 +34,8 @@ def share_out(weights: Sequence[int]) -> list[int]:
 DEPTH = 16
 """Window depth, in units a learner (8 costs more requests, see docs/design/002-claiming.md)."""
 LEAST_DEPTH = 2
+GUESSES = 8
+"""Tries to guess a unit that is not known to be claimed."""
 DRIFT = 0.05
 """Share of the plan's steps a window may span."""
 
@@ -151,10 +153,13 @@ class Window:
     def first_guess(self) -> int | None:
         """Where to start while the other learners are not known: at random among the first units."""
         self._slide()
-        plan = self.plan
-        stop = max(self._stop, min(len(plan), self._front + max(8, len(plan) // 20)))
-        some = [p for p in map(plan.order, range(self._front, stop)) if p not in self.known]
-        return self._random.choice(some) if some else None
+        count = len(self.plan)
+        stop = max(self._stop, min(count, self._front + max(8, count // 20)))
+        for _ in range(GUESSES if self._front < stop else 0):
+            position = self.plan.order(self._random.randrange(self._front, stop))
+            if position not in self.known:
+                return position
+        return self.plan.order(self._front) if self._front < count else None
 
     def unknown_from(self) -> int:
         """The position from which a listing forward tells most."""

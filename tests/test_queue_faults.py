@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +48,7 @@ from shardqueue.mailbox.faults import LostResponse, Outage, Wrapper
 from shardqueue.mailbox.memory import MemoryMailbox
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
 UNITS = unit_grid(24, 3, taper=False)
@@ -262,7 +263,7 @@ def test_a_loader_that_yields_nothing(
     assert train(UNITS, memory, "a", loader=lambda unit: nothing()) == []
     assert last_page(memory, "a").left == "end"
     assert claimed_here(memory) == set(UNITS)
-    assert ONE in said(caplog)
+    assert said(caplog).count("load gave no batch for unit") == 1
 
 
 def test_some_units_without_a_batch(memory: Mailbox) -> None:
@@ -902,3 +903,62 @@ def test_no_temporary_file_is_left_however_a_queue_ends(tmp_path: Path) -> None:
 def test_every_error_is_of_one_tree() -> None:
     for error in (LoadError, MailboxError, ClosedError, InvalidInputError):
         assert issubclass(error, ShardQueueError)
+
+
+# -- what sceptical users met ------------------------------------------------------------------------------
+
+
+class Overwriting(dict[str, bytes]):
+    """A mailbox of the user's own whose create is not exclusive."""
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        self[key] = data
+        return True
+
+    def put(self, key: str, data: bytes) -> None:
+        self[key] = data
+
+    def get(self, key: str) -> bytes | None:  # type: ignore[override]
+        return super().get(key)
+
+    def list(self, prefix: str, after: str = "", limit: int | None = None) -> list[str]:
+        return sorted(key for key in self if key.startswith(prefix) and key > after)[:limit]
+
+    def delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            self.pop(key, None)
+
+
+def test_a_mailbox_of_ones_own_that_overwrites_is_refused_before_anything_is_claimed() -> None:
+    box = Overwriting()
+    with pytest.raises(MailboxRefusedError, match=r"not exclusive"):
+        train(UNITS, box, "a")
+    assert list(box) == []
+
+
+def test_an_error_of_the_loader_names_the_unit(memory: Mailbox) -> None:
+    def failing(unit: Unit) -> Iterator[tuple[int, Value]]:
+        raise DiskError
+
+    with pytest.raises(DiskError) as caught:
+        train(unit_grid(1, 1), memory, "a", loader=failing)
+    assert caught.value.__notes__ == ["raised by load for unit '000000-0.json'"]
+
+
+def test_a_queue_that_a_later_one_closed_says_so(memory: Mailbox) -> None:
+    first = shared_queue(UNITS, memory, "a", load).__enter__()
+    next(first)
+    with shared_queue(UNITS, memory, "a", load) as second:
+        with pytest.raises(ClosedError, match="later queue of learner id 'a'"):
+            next(first)
+        next(second)
+
+
+def test_a_huge_plan_starts_at_once_and_small(memory: Mailbox) -> None:
+    units = unit_grid(10**9, 10, taper=False)
+    tracemalloc.start()
+    try:
+        assert len(train(units, memory, "a", most=3)) == 3
+        assert tracemalloc.get_traced_memory()[1] < 2 * 2**20
+    finally:
+        tracemalloc.stop()

@@ -371,11 +371,24 @@ def test_a_global_step_that_is_no_int_is_refused(memory: Mailbox, global_step: A
 
 
 def test_a_session_of_another_learner_is_not_used(memory: Mailbox) -> None:
-    with Session(memory, "a") as session, shared_queue(unit_grid(4, 2), memory, "b", load) as queue:
+    queue = shared_queue(unit_grid(4, 2), memory, "b", load)
+    with Session(memory, "a") as session:
+        with pytest.warns(ShardQueueWarning, match="learner id 'a', the queue of 'b'"):
+            queue.__enter__()
         assert len(list(queue)) == 4
         assert session.rates.batches == 0
         assert session.run is None
-    assert [page.learner for page in pages(memory)] == ["b"]
+        queue.__exit__(None, None, None)
+
+
+def test_a_session_entered_after_its_queue_is_warned_of(memory: Mailbox) -> None:
+    session = Session(memory, "a")
+    with shared_queue(unit_grid(4, 2), memory, "a", load) as queue:
+        with pytest.warns(ShardQueueWarning, match="enter the session first"):
+            session.__enter__()
+        assert len(list(queue)) == 4
+        session.__exit__(None, None, None)
+    assert session.rates.batches == 0
 
 
 def test_learners_without_an_id_find_their_session(memory: Mailbox) -> None:

@@ -50,8 +50,14 @@ def run(options: Options, file: Path, console: Console | None = None) -> int:
         InvalidInputError: `file` cannot be written.
         ShardQueueError: this Python has no sources to train on.
     """
-    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise InvalidInputError("json", str(file), "a file that can be written", "pass --json PATH")
+    try:
+        new = not file.exists()
+        file.open("a").close()
+        if new:
+            file.unlink()
+    except OSError as error:
+        bound = f"a file that can be written ({error.strerror})"
+        raise InvalidInputError("json", str(file), bound, "pass --json PATH") from None
     console = Console() if console is None else console
     try:
         document = measure(options, console)

@@ -21,7 +21,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from shardqueue.errors import InvalidInputError, MailboxRefusedError
+from shardqueue.errors import InvalidInputError, MailboxRefusedError, MailboxUnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -69,10 +69,9 @@ def open_mailbox(
 
     Args:
         url: a folder (`/data/run1`, `~/run1`, `file:///data/run1`), a bucket and prefix (`s3://bucket/run1`), or
-            `memory://name` (this process only). An object that already is a mailbox is returned as it is, and
-            not proven: `shardqueue.mailbox.probe.prove_exclusive` does that.
-        prove: prove on an object store that its create is exclusive (five requests). False writes nothing:
-            a folder must exist. It is for those who only look.
+            `memory://name` (this process only). An object that already is a mailbox is returned as it is.
+        prove: prove on an object store, and on a mailbox of a kind that is not ours, that its create is exclusive
+            (five calls). False writes nothing: a folder must exist. It is for those who only look.
         storage_options: for a bucket, what s3fs takes: `key=`, `secret=`, `endpoint_url=`, `client_kwargs=`...,
             and `deadline=`, the seconds one call may go on trying (60).
 
@@ -83,7 +82,7 @@ def open_mailbox(
         InvalidInputError: `url` or an option is malformed.
     """
     if not isinstance(url, str | os.PathLike):
-        return _checked(url, storage_options)
+        return _checked(url, prove, storage_options)
     scheme, rest = _split(url)
     if scheme in _OBJECT_STORES:
         return _open_bucket(f"{scheme}://{rest}", prove, storage_options)
@@ -105,7 +104,7 @@ def open_mailbox(
     return FileMailbox(Path(rest).expanduser(), create=prove)
 
 
-def _checked(mailbox: object, storage_options: dict[str, Any]) -> Mailbox:
+def _checked(mailbox: object, prove: bool, storage_options: dict[str, Any]) -> Mailbox:
     if not isinstance(mailbox, Mailbox):
         raise InvalidInputError("mailbox", mailbox, "a URL, a path or an object with the five verbs", _WORKS)
     if storage_options:
@@ -113,6 +112,11 @@ def _checked(mailbox: object, storage_options: dict[str, Any]) -> Mailbox:
         raise InvalidInputError(
             "storage_options", sorted(storage_options), "empty for an open mailbox", remedy
         )
+    ours = any(base.__module__.startswith(f"{__name__}.") for base in type(mailbox).__mro__)
+    if prove and not ours:
+        from shardqueue.mailbox.probe import prove_exclusive
+
+        prove_exclusive(mailbox)
     return mailbox
 
 
@@ -146,7 +150,11 @@ def _open_bucket(url: str, prove: bool, storage_options: dict[str, Any]) -> Mail
 
     mailbox = ObjectMailbox(url, **storage_options)
     if prove:
-        prove_exclusive(mailbox)
+        try:
+            prove_exclusive(mailbox)
+        except MailboxUnavailableError as error:
+            hint = "nothing has answered there yet: check the URL, endpoint_url and the network"
+            raise MailboxUnavailableError(f"{error}; {hint}") from None
     return mailbox
 
 

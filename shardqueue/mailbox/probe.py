@@ -33,8 +33,9 @@ def prove_exclusive(mailbox: Mailbox, key_prefix: str = "probe/") -> None:
     """
     key = f"{key_prefix}{os.urandom(12).hex()}"
     first, second = (json.dumps({"probe": os.urandom(12).hex()}).encode() for _ in range(2))
+    created = mailbox.put_if_absent(key, first)
     try:
-        if not mailbox.put_if_absent(key, first):
+        if not created:
             raise _refusal(mailbox, "said that a key nobody had created existed")
         if mailbox.put_if_absent(key, second):
             raise _refusal(mailbox, "created one key twice")

@@ -3,7 +3,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -39,21 +39,26 @@ def test_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: Any) -> Non
 
 def test_a_mailbox_is_itself() -> None:
     class Own:
+        held: ClassVar[dict[str, bytes]] = {}
+
         def put_if_absent(self, key: str, data: bytes) -> bool:
-            return True
+            return self.held.setdefault(key, data) == data
 
         def get(self, key: str) -> bytes | None:
-            return None
+            return self.held.get(key)
 
         def list(self, prefix: str, after: str = "", limit: int | None = None) -> list[str]:
             return []
 
         def put(self, key: str, data: bytes) -> None: ...
 
-        def delete(self, keys: Any) -> None: ...
+        def delete(self, keys: Any) -> None:
+            for key in keys:
+                del self.held[key]
 
     own = Own()
     assert open_mailbox(own) is own
+    assert own.held == {}, "the proof cleans up"
 
 
 @pytest.mark.parametrize(
