@@ -189,3 +189,19 @@ class CountingLoader:
             assert self._changed.wait_for(lambda: self.given >= given, PATIENCE), (
                 f"only {self.given} asked for"
             )
+
+
+class Clock:
+    """The machine's clock, which a test may put forward."""
+
+    def __init__(self) -> None:
+        self._offset = 0.0
+
+    def forward(self, seconds: float) -> None:
+        self._offset += seconds
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self._offset
+
+    def wall(self) -> float:
+        return time.time() + self._offset

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from learners import (
     PATIENCE,
+    Clock,
     Task,
     Value,
     credited,
@@ -407,22 +407,6 @@ def test_a_pid_used_again_is_not_taken_for_alive(memory: Mailbox, caplog: pytest
     memory.put(*a_page(Process(host=here.host, boot=here.boot, pid=here.pid, started="1"), "gone"))
     assert Counter(train(UNITS, memory, "a")) == dataset(UNITS)
     assert len(broke_off(caplog)) == 1
-
-
-class Clock:
-    """The machine's clock, which a test may put forward."""
-
-    def __init__(self) -> None:
-        self._offset = 0.0
-
-    def forward(self, seconds: float) -> None:
-        self._offset += seconds
-
-    def monotonic(self) -> float:
-        return time.monotonic() + self._offset
-
-    def wall(self) -> float:
-        return time.time()
 
 
 ELSEWHERE = Process(host="elsewhere", boot="elsewhere/1", pid=1, started="1")

@@ -6,7 +6,6 @@ import contextlib
 import json
 import queue as queues
 import threading
-import time
 import warnings
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 from learners import (
     PATIENCE,
+    Clock,
     CountingLoader,
     Gate,
     Task,
@@ -48,22 +48,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 ONE = "000000-0.json"
-
-
-class Clock:
-    """The machine's clock, which a test may put forward."""
-
-    def __init__(self) -> None:
-        self._offset = 0.0
-
-    def forward(self, seconds: float) -> None:
-        self._offset += seconds
-
-    def monotonic(self) -> float:
-        return time.monotonic() + self._offset
-
-    def wall(self) -> float:
-        return time.time() + self._offset
 
 
 class Seen(Wrapper):
