@@ -11,8 +11,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shardqueue.feed import SharedQueue, shared_queue
+    from shardqueue.dataset import SharedQueueDataset
     from shardqueue.mailbox import Mailbox, open_mailbox
+    from shardqueue.queues import SharedQueue, shared_queue
     from shardqueue.session import Session
     from shardqueue.throughput import Rates
     from shardqueue.units import Step, Unit, unit_files, unit_grid, unit_ranges
@@ -24,6 +25,7 @@ __all__ = [
     "Rates",
     "Session",
     "SharedQueue",
+    "SharedQueueDataset",
     "Step",
     "Unit",
     "open_mailbox",
@@ -37,11 +39,12 @@ _HOMES = {
     "Mailbox": "mailbox",
     "Rates": "throughput",
     "Session": "session",
-    "SharedQueue": "feed",
+    "SharedQueue": "queues",
+    "SharedQueueDataset": "dataset",
     "Step": "units",
     "Unit": "units",
     "open_mailbox": "mailbox",
-    "shared_queue": "feed",
+    "shared_queue": "queues",
     "unit_files": "units",
     "unit_grid": "units",
     "unit_ranges": "units",

@@ -46,6 +46,8 @@ AT_ONCE = 16
 """Claims asked for at once, at most: more would wait for one another, and look like a slow store."""
 HOARD = 64
 """Units in hand after which only one more is asked for at a time."""
+LAST = 2
+"""With fewer units left than this for each part of a learner's claiming, its first part does it alone."""
 TAIL = 2
 """The tail begins when fewer than TAIL units a learner are left."""
 LARGEST_FIRST = 4
@@ -139,6 +141,8 @@ class Claims:
         random: private source for preferences.
         joined_late: others have claimed before us, so the front must be found.
         scans: a listing costs a scan of all claims, so names are tried instead where listings would add up.
+        part, parts: of the learner's claiming this does part `part` of `parts`, from 0; towards the end of the plan
+            part 0 does all of it, and the others are exhausted early (`yielded`).
     """
 
     def __init__(
@@ -153,6 +157,8 @@ class Claims:
         joined_late: bool = False,
         scans: bool = False,
         patience: float = PATIENCE,
+        part: int = 0,
+        parts: int = 1,
     ) -> None:
         self.plan, self.run, self.keys, self.owner = plan, run, keys, owner
         self.window = Window(plan, random)
@@ -160,7 +166,11 @@ class Claims:
         self.hand: dict[Claim, None] = {}
         self.asks = Asks(random, patience)
         self.exhausted = False
+        self.yielded = False
         self.stopped = False
+        self._part, self._parts = part, parts
+        self._shares: list[int] = []
+        self._handed = 0
         self._nonce, self._scans = nonce, scans
         self._won: list[Claim] = []
         self._proven: list[Claim] = []
@@ -182,8 +192,8 @@ class Claims:
         self._known_attempts: set[tuple[str, int]] = set()
         self._counted = 0.0
         self._expected = 0.0
-        self._seek = (0, len(plan)) if joined_late and plan.natural and len(plan) > PAGE else None
-        self._look_first = joined_late
+        self._seek: tuple[int, int] | None = None
+        self._may_seek = self._look_first = joined_late
 
     # -- what happened -----------------------------------------------------------------------------------
 
@@ -191,13 +201,15 @@ class Claims:
         """These learners, as (learner, instance), have a log in the run."""
         me = (self.owner.learner, self.owner.instance)
         self._peers |= instances
-        everybody = sorted((instances | {me}) - self._gone)
+        everybody = sorted((instances - self._gone) | {me})
         self._met = self._met or len(everybody) > 1
-        self.window.meet(home_weights([self._grades.get(peer) for peer in everybody]), everybody.index(me))
+        weights = home_weights([self._grades.get(peer) for peer in everybody])
+        self.window.meet(weights, everybody.index(me), self._part, self._parts)
 
     def handed(self, claim: Claim, now: float) -> None:
         """One batch of `claim` went to the consumer."""
         claim.handed += 1
+        self._handed += 1
         self._weigh(claim)
         self.pace.handed(now)
 
@@ -295,6 +307,11 @@ class Claims:
             return
         if self._wanting is None:
             self._wanting = now
+        if self._parts > 1 and self.window.left * self.window.share < LAST:
+            if self._part:
+                self.exhausted = self.yielded = not self._asking
+                return
+            self._take_over()
         if self.window.front >= len(self.plan):
             self._look_back()
             return
@@ -314,6 +331,11 @@ class Claims:
         if wanted > 0.0 and len(self._asking) < most and not self._looking:
             self._look(now)
 
+    def _take_over(self) -> None:
+        """From here on this part claims for the whole learner."""
+        self._parts = 1
+        self.met(self._peers)
+
     def _reserve(self, now: float) -> None:
         """The window must hold what all learners claim ahead: ours is the low-water mark, in units."""
         batch = self.pace.batch(now)
@@ -329,6 +351,9 @@ class Claims:
             few = min(3, len(self.plan) // 64) + 1.0
             size = float(self.plan.batches(self.plan.order(0)) or 1)
             wanted = max(wanted, max(few, min(FIRST, few * size)) - self.pace.ahead)
+        if self.pace.inline:
+            # A loader first fills its own queue at full speed; that must not be taken for the speed of training.
+            wanted = min(wanted, max(0.0, self._handed + FIRST - self.pace.ahead))
         return wanted
 
     def _pick(self, now: float) -> int | None:
@@ -447,6 +472,9 @@ class Claims:
         self.window.saw(places, start, stop)
         self._thefts = max(1, min(THEFTS, self.window.left // (8 * self.window.learners)))
         self._next_scan = now + SCAN_SHARE * (now - asked)
+        if self._may_seek and not whole and start == 0:
+            self._seek = (stop, len(self.plan))
+        self._may_seek = False
         self._meet_when_due()
 
     def _positions(self, keys: list[str]) -> list[int]:
@@ -474,11 +502,13 @@ class Claims:
         self._met = True
         logs = {key: parsed for key in answer if (parsed := self.run.parse_log(key)) is not None}
         for key, (learner, instance, process, _) in logs.items():
-            twin = learner == self.owner.learner and instance != self.owner.instance and process == "main"
+            twin = (
+                learner == self.owner.learner and instance != self.owner.instance and process in ("main", "0")
+            )
             if twin and (learner, instance) not in self._peers:
                 self.asks.ask(Get(key), partial(self._read_twin, key))
         self.met({log[:2] for log in logs.values()})
-        self._grade_when_due({log[:2]: key for key, log in logs.items() if log[2] == "main"})
+        self._grade_when_due({log[:2]: key for key, log in logs.items() if log[2] in ("main", "0")})
 
     def _grade_when_due(self, pages: dict[tuple[str, str], str]) -> None:
         """Read how fast the others are: P reads, each time the claims on the plan have doubled since the last."""
@@ -493,8 +523,8 @@ class Claims:
     def _read_grade(self, peer: tuple[str, str], key: str, answer: Answer, now: float) -> None:  # noqa: ARG002
         self._reading -= 1
         page = _page_of_another(answer, key)
-        if page is not None and page.left is not None:
-            self._gone.add(peer)
+        if page is not None:
+            (self._gone.discard if page.left is None else self._gone.add)(peer)
         if page is not None and page.grade is not None:
             self._grades[peer] = page.grade
         if not self._reading:

@@ -20,16 +20,25 @@ class InvalidInputError(ShardQueueError, ValueError):
         value: what was given.
         bound: what it must satisfy.
         remedy: what to pass instead.
+
+    Raised again in another process from its message alone (as a `DataLoader` does with what its workers raise), it
+    keeps the message; the attributes are then empty.
     """
 
-    def __init__(self, name: str, value: object, bound: str, remedy: str) -> None:
+    def __init__(self, name: str, value: object = None, bound: str = "", remedy: str = "") -> None:
+        self.name, self.value, self.bound, self.remedy = name, value, bound, remedy
+        if not bound:
+            self.name = ""
+            super().__init__(name)
+            return
         shown = repr(value)
         if len(shown) > 120:
             shown = f"{shown[:117]}..."
         super().__init__(f"{name}={shown}: {name} must be {bound}; {remedy}")
-        self.name, self.value, self.bound, self.remedy = name, value, bound, remedy
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        if not self.bound:
+            return type(self), self.args
         return type(self), (self.name, self.value, self.bound, self.remedy)
 
 

@@ -1,15 +1,16 @@
 """Claiming and loading ahead of one consumer: threads and I/O around `Opening` and `Claims`.
 
 A driving thread polls the protocol's machine and sleeps until something happens; a few threads make its mailbox
-calls; one thread runs the user's loader. At most `prefetch` loaded batches wait, and the loader is not asked for
-another before there is room. Nothing reaches the consumer before the run's manifest is agreed on and the read-back
-of its claim agreed. Then:
+calls. Loading is done by one more thread, at most `prefetch` loaded batches ahead of the consumer; or, `inline`, by
+the consumer itself when it comes for a batch (a `DataLoader` worker, whose consumer is ahead of training already).
+Nothing reaches the consumer before the run's manifest is agreed on and the read-back of its claim agreed. Then:
 
 - nothing left to claim: the threads end, the consumer drains what waits, the iteration ends;
 - an error of the loader or the mailbox reaches the consumer after the batches that were loaded before it;
 - leaving stops the threads, waits for calls and loads in progress, and gives back what was claimed and not trained.
 
-One lock guards all state; conditions on it wake the driver and the loader, a bell the consumer.
+One lock guards all state; conditions on it wake the driver and the loader, a bell the consumer. A feed reports to its
+`Host` also while it holds that lock, so a host never calls a feed while it holds a lock of its own.
 """
 
 from __future__ import annotations
@@ -17,42 +18,33 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import warnings
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol
 
 from shardqueue.claims import Claim, Claims, Owner, State
-from shardqueue.errors import (
-    ClosedError,
-    InvalidInputError,
-    LoadError,
-    MailboxUnavailableError,
-    PassFinishedError,
-    RunError,
-    ShardQueueWarning,
-)
-from shardqueue.learner import learner_label, seen_here
-from shardqueue.mailbox import open_mailbox
-from shardqueue.plan import Plan, check_identifier
-from shardqueue.records import PROTOCOL, Manifest
-from shardqueue.run import TRAIN, Opening, check_manifest
-from shardqueue.session import FAREWELL, Session, find_session, session_of_this_thread
-from shardqueue.units import Step, check_int
+from shardqueue.errors import ClosedError
+from shardqueue.farewell import Returned, offer, say
+from shardqueue.learner import seen_here
+from shardqueue.loading import Loaded, Reader
+from shardqueue.run import Opening, check_joined, new_manifest
+from shardqueue.session import FIRST_LOG, warn_twin
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-    from types import TracebackType
+    from collections.abc import Callable
 
     from shardqueue.asks import Ask, Asks
+    from shardqueue.clock import Clock
+    from shardqueue.loading import Load
     from shardqueue.mailbox import Mailbox
-    from shardqueue.mailbox.calls import Answer, PutIfAbsent
+    from shardqueue.mailbox.calls import Answer
+    from shardqueue.plan import Plan
     from shardqueue.run import Joined
-
-    Load = Callable[[Any], Iterable[tuple[Any, Any]]]
+    from shardqueue.session import Source
+    from shardqueue.units import Step
 
 logger = logging.getLogger("shardqueue")
 
@@ -60,14 +52,10 @@ CALLERS = 16
 """Mailbox calls under way at once, at most."""
 
 
-FIRST_LOG = 2.0
-"""Seconds for which the first claim waits until the log says that we are here."""
 OUTAGE = 10.0
 """Seconds of silence of the mailbox after which that is said."""
 TURN = 1.0
 """Seconds after which a waiting consumer looks whether a signal has come."""
-NAMED = 8
-"""Units that a line of the log names, at most."""
 
 
 class _Bell:
@@ -91,55 +79,126 @@ class _Bell:
             pass
 
 
-@dataclass(frozen=True, slots=True)
-class Returned:
-    """A claim that was not trained whole when its feed was left.
+class Host(Protocol):
+    """Whom a feed reports to, and in whose name it works: a session, or the worker of a loader.
 
     Attributes:
-        unit: its identifier.
-        attempt: which claim of the unit it was.
-        begin: the batch at which whoever claims it next begins.
-        unclear: batches just before `begin` that were handed out and may or may not have been trained.
-        offered: whether the record that lets others claim it was written.
-        ours: whether it was proven to be ours; if not, it may be nobody's.
+        farewell: seconds for which leaving tries to settle things with the mailbox.
+        patrol: seconds between two looks at `over`; None where it never changes by itself.
     """
 
-    unit: str
-    attempt: int
-    begin: int
-    unclear: int
-    offered: bool
-    ours: bool = True
+    mailbox: Mailbox
+    clock: Clock
+    learner_id: str
+    instance: str
+    joined: Joined | None
+    farewell: float
+    patrol: float | None
+
+    @property
+    def run(self) -> str | None:
+        """Name of the run, once it is agreed on."""
+        ...
+
+    @property
+    def counts_coming_back(self) -> bool:
+        """Whether what the consumer holds may be trained already, though nobody said so."""
+        ...
+
+    def admit(self, source: Source, pass_: str) -> None:
+        """A feed begins on a pass."""
+        ...
+
+    def attach(self, joined: Joined, logged: Callable[[], None]) -> bool:
+        """The run is agreed on. Return whether the log is written already; if not, `logged` is called later."""
+        ...
+
+    def claimed(self, pass_: str, claim: Claim) -> None:
+        """An attempt at a unit is ours."""
+        ...
+
+    def sized(self, pass_: str, claim: Claim) -> None:
+        """The loader gave the whole unit: its size is known."""
+        ...
+
+    def released(self, pass_: str, claim: Claim) -> None:
+        """An attempt is over: trained whole, or given back."""
+        ...
+
+    def handed(self, step: Step, waited: float) -> None:
+        """A batch went to the consumer, who had waited for it."""
+        ...
+
+    def came_back(self) -> None:
+        """The consumer asks for the next batch."""
+        ...
+
+    def settle(self, failed: bool, ended: bool) -> None:
+        """The feed is being left, at its end or before."""
+        ...
+
+    def in_hand(self, pass_: str) -> list[Step]:
+        """Batches of a pass that are with the consumer and not known to be trained."""
+        ...
+
+    def over(self) -> str:
+        """Why the feed must end though its consumer has not left it; "" while it need not."""
+        ...
+
+    def quiet(self, ended: bool, yielded: bool) -> None:
+        """The feed claims no more. `ended`: nothing is left to claim; `yielded`: another part claims what is left."""
+        ...
+
+    def dismiss(self, source: Source, pass_: str, ended: bool) -> None:
+        """The feed is over; `ended` because nothing was left to claim."""
+        ...
 
 
-@dataclass(slots=True)
-class _Loaded:
-    claim: Claim
-    step: Step
-    batch: Any
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a feed stands among those of its learner.
+
+    Attributes:
+        pass_: name of the pass.
+        worker: the process, "main" or a loader worker's number.
+        part: which part of the learner's claiming it does, from 0.
+        parts: how many there are.
+        inline: the consumer loads for itself.
+        offers: it offers to others what was not trained when it is left.
+    """
+
+    pass_: str = ""
+    worker: str = "main"
+    part: int = 0
+    parts: int = 1
+    inline: bool = False
+    offers: bool = True
 
 
 class Feed:
     """One pass of one learner over a plan, batch by batch.
 
-    `tracked`: what its consumer takes is reported by `Session.track`, further out.
+    `tracked`: what its consumer takes is reported by `Session.track`, further out. `manned`: somebody works for it.
 
     Args:
         plan: the units.
-        session: the entered session it belongs to.
+        host: the entered session it belongs to, or the loader worker.
         load: given a unit's value, yields `(step, batch)` pairs.
         prefetch: loaded batches that may wait.
         run: name of a run to join whatever its state.
+        place: which pass, and where among the learner's feeds.
     """
 
-    def __init__(self, plan: Plan, session: Session, load: Load, prefetch: int, run: str | None) -> None:
+    def __init__(
+        self, plan: Plan, host: Host, load: Load, prefetch: int, run: str | None, place: Place = Place()
+    ) -> None:
         self.returned: tuple[Returned, ...] = ()
-        self.tracked = False
-        self._plan, self._session, self._load, self._prefetch = plan, session, load, prefetch
-        self._run = run
-        self._pass = ""
-        self._mailbox, self._clock = session.mailbox, session.clock
-        self._owner = Owner(session.learner_id, session.instance)
+        self.tracked, self.manned = False, True
+        self._plan, self._host, self._load = plan, host, load
+        self._prefetch = 1 if place.inline else prefetch
+        self._run, self._place, self._pass = run, place, place.pass_
+        self._mailbox, self._clock = host.mailbox, host.clock
+        self._owner = Owner(host.learner_id, host.instance, place.worker)
         self._random = Random(os.urandom(16))
         self._lock = threading.Lock()
         self._news = threading.Condition(self._lock)
@@ -148,11 +207,11 @@ class Feed:
         self._opening: Opening | None = None
         self._claims: Claims | None = None
         self._to_load: deque[Claim] = deque()
-        self._loading: Claim | None = None
-        self._buffer: deque[_Loaded] = deque()
+        self._reader: Reader | None = None
+        self._buffer: deque[Loaded] = deque()
         self._error: BaseException | None = None
         self.over = False
-        self._closing = False
+        self._closing = self._closed = False
         self._closing_since = 0.0
         self._twin = self._warned_twin = False
         self._logged = False
@@ -165,14 +224,15 @@ class Feed:
         self._pool = ThreadPoolExecutor(CALLERS, thread_name_prefix="shardqueue-mailbox")
         self._threads = [
             threading.Thread(target=self._drive, name="shardqueue-claims", daemon=True),
-            threading.Thread(target=self._load_all, name="shardqueue-load", daemon=True),
         ]
+        if not place.inline:
+            self._threads.append(threading.Thread(target=self._load_all, name="shardqueue-load", daemon=True))
 
     # -- the consumer's side -----------------------------------------------------------------------------
 
     def start(self) -> None:
         """Begin to claim and load."""
-        self._session.admit(self, self._pass)
+        self._host.admit(self, self._pass)
         for thread in self._threads:
             thread.start()
 
@@ -184,20 +244,23 @@ class Feed:
         """
         began = self._clock.monotonic()
         if not self.tracked:
-            self._session.came_back()
+            self._host.came_back()
         with self._lock:
             if self._claims is not None:
                 self._claims.pace.asked(began)
         while (head := self._head()) is None:
-            self._ready.wait()
+            if self._place.inline and self._loadable():
+                self._advance()
+            else:
+                self._ready.wait()
         if not self.tracked:
-            self._session.handed(head.step, self._clock.monotonic() - began)
+            self._host.handed(head.step, self._clock.monotonic() - began)
         if self._twin and not self._warned_twin:
             self._warned_twin = True
-            _warn_twin(self._owner.learner)
+            warn_twin(self._owner.learner)
         return head.step, head.batch
 
-    def _head(self) -> _Loaded | None:
+    def _head(self) -> Loaded | None:
         """Take the next batch, or None when it has still to come."""
         with self._lock:
             if self._closing:
@@ -214,10 +277,10 @@ class Feed:
 
     def _end(self) -> None:
         if not self.over and not self._handed_out:
-            logger.warning("%s: nothing was left to claim in run %s", self._owner.learner, self._session.run)
+            logger.warning("%s: nothing was left to claim in run %s", self._owner.learner, self._host.run)
         self.over = True
 
-    def _hand_out(self, claims: Claims) -> _Loaded:
+    def _hand_out(self, claims: Claims) -> Loaded:
         head = self._buffer.popleft()
         self._handed_out += 1
         now = self._clock.monotonic()
@@ -234,7 +297,7 @@ class Feed:
 
     def _exhausted(self) -> bool:
         claims = self._claims
-        nothing_waits = not (self._buffer or self._to_load or self._loading)
+        nothing_waits = not (self._buffer or self._to_load or self._reader)
         return claims is not None and claims.exhausted and nothing_waits
 
     @property
@@ -255,7 +318,7 @@ class Feed:
     def _settle(self, claims: Claims, claim: Claim) -> None:
         if claim.finished:
             claims.settle(claim)
-            self._session.released((self._pass, claim.identifier, claim.attempt))
+            self._host.released(self._pass, claim)
 
     # -- leaving -----------------------------------------------------------------------------------------
 
@@ -272,25 +335,37 @@ class Feed:
 
         `failed`: the consumer left by an exception.
         """
-        self._session.settle(failed, ended=self.over)
+        self._host.settle(failed, ended=self.over)
         with self._lock:
-            if self._closing:
+            if self._closed:
                 return
-            self._closing = True
-            self._closing_since = self._clock.monotonic()
-            if self._claims is not None:
-                self._claims.stop()
-            self._room.notify_all()
-            self._news.notify_all()
-            self._ready.ring()
+            self._closed = True
+            self._stop()
         try:
             for thread in self._threads:
                 if thread.ident is not None:  # a signal may have come before it was started
                     thread.join()
-            self._give_back("error" if failed else "early")
+            self._leave_unit()
+            if self._place.offers:
+                self._give_back("error" if failed else "early")
         finally:
             self._pool.shutdown(wait=True)
-            self._session.dismiss(self, self._pass, ended=self.over)
+            self._host.dismiss(self, self._pass, ended=self.over)
+
+    def stop(self) -> None:
+        """Claim and load no more; what that leaves is settled by `close`."""
+        with self._lock:
+            self._stop()
+
+    def _stop(self) -> None:
+        if not self._closing:
+            self._closing = True
+            self._closing_since = self._clock.monotonic()
+        if self._claims is not None:
+            self._claims.stop()
+        self._room.notify_all()
+        self._news.notify_all()
+        self._ready.ring()
 
     def _give_back(self, why: str) -> None:
         claims = self._claims
@@ -299,8 +374,8 @@ class Feed:
         self._withhold_unclear(claims)
         calls = claims.give_back(why)
         kept = [claim for claim in claims.hand if claim.state is State.OURS and not claim.finished]
-        deadline = self._closing_since + FAREWELL
-        wrote = list(self._pool.map(lambda call: self._insist(call, deadline), calls))
+        deadline = self._closing_since + self._host.farewell
+        wrote = offer(calls, self._mailbox, deadline, self._clock)
         self.returned = tuple(
             Returned(claim.identifier, claim.attempt, claim.begin + claim.trained, claim.unclear, done)
             for claim, done in zip(kept, wrote, strict=True)
@@ -310,34 +385,21 @@ class Feed:
             for claim in claims.unclear
         )
         for claim in kept:
-            self._session.released((self._pass, claim.identifier, claim.attempt))
+            self._host.released(self._pass, claim)
         if self.returned:
-            logger.warning("%s left early: %s", self._owner.learner, _say(self.returned))
+            logger.warning("%s left early: %s", self._owner.learner, say(self.returned))
 
     def _withhold_unclear(self, claims: Claims) -> None:
         """Batches in the consumer's hands that only coming back would have made trained are not offered again.
 
         They may be trained already: every batch at most once.
         """
-        steps = self._session.in_hand(self._pass) if self._session.counts_coming_back else []
+        steps = self._host.in_hand(self._pass) if self._host.counts_coming_back else []
         for step in steps:
             claim = _claim_of(claims, step)
             if claim is not None:
                 claim.unclear += 1
                 claim.trained = max(claim.trained, step.index + 1 - claim.begin)
-
-    def _insist(self, call: PutIfAbsent, deadline: float) -> bool:
-        while True:
-            try:
-                call.perform(self._mailbox)
-            except MailboxUnavailableError:
-                if self._clock.monotonic() >= deadline:
-                    return False
-                threading.Event().wait(0.2)
-            except Exception:  # named in what is returned; leaving goes on
-                return False
-            else:
-                return True
 
     # -- the driving thread ------------------------------------------------------------------------------
 
@@ -352,26 +414,24 @@ class Feed:
             finally:
                 self._ready.ring()
                 self._room.notify_all()
+                claims = self._claims
+                ended = claims is not None and claims.exhausted
+                yielded = claims is not None and claims.yielded
+        self._host.quiet(ended, yielded)
 
     def _open(self) -> Opening | None:
-        joined = self._session.joined
+        joined = self._host.joined
         if joined is not None:
-            if self._run not in (None, joined.keys.run):
-                raise RunError(
-                    f"run={self._run!r}: the entered session of {self._owner.learner!r} is in run "
-                    f"{joined.keys.run!r}; leave it, and enter a new Session for another run"
-                )
-            check_manifest(joined.keys, joined.manifest, self._plan)
+            check_joined(joined, self._plan, self._run)
             self._begin(joined, late=True)
             return None
-        manifest = Manifest(
-            protocol=PROTOCOL,
-            run_id=os.urandom(8).hex(),
-            plans={TRAIN: self._plan.signature()},
-            opened_by=self._owner.learner,
-            wall=self._clock.wall(),
+        manifest = new_manifest(self._plan, self._owner.learner, self._clock.wall())
+        return Opening(
+            *(self._plan, manifest, self._owner, self._run),
+            seen=seen_here,
+            random=self._random,
+            pass_=self._pass,
         )
-        return Opening(self._plan, manifest, self._owner, self._run, seen=seen_here, random=self._random)
 
     def _finished_driving(self) -> bool:
         machine = self._machine()
@@ -387,7 +447,7 @@ class Feed:
             return False
         if machine is self._opening or machine.asks.idle or machine.asks.error is not None:
             return True
-        return self._clock.monotonic() - self._closing_since > FAREWELL
+        return self._clock.monotonic() - self._closing_since > self._host.farewell
 
     def _machine(self) -> Opening | Claims:
         machine = self._claims or self._opening
@@ -397,6 +457,10 @@ class Feed:
     def _turn(self) -> None:
         now = self._clock.monotonic()
         machine = self._machine()
+        why = self._host.over()
+        if why and not self._closing:
+            self._left_why = why
+            self._stop()
         may_claim = machine is self._opening or self._logged or now >= self._log_by
         if may_claim:
             for ask in machine.poll(now):
@@ -412,8 +476,9 @@ class Feed:
         if self._finished_driving():
             return
         wake = machine.wake(now) if may_claim else self._log_by
-        if self._closing:
-            wake = now + 0.5 if wake is None else min(wake, now + 0.5)
+        look = 0.5 if self._closing else self._host.patrol
+        if look is not None:
+            wake = now + look if wake is None else min(wake, now + look)
         self._sleeps_until = float("inf") if wake is None else wake
         self._news.wait(None if wake is None else max(0.0, wake - now))
         self._sleeps_until = 0.0
@@ -431,11 +496,14 @@ class Feed:
             random=self._random,
             joined_late=late,
             scans=getattr(self._mailbox, "listing", "page") == "scan",
+            part=self._place.part,
+            parts=self._place.parts,
         )
+        self._claims.pace.inline = self._place.inline
         self._claims.met(set(joined.peers))
         # A claim without a log in sight would look like the claim of somebody dead.
         self._log_by = self._clock.monotonic() + FIRST_LOG
-        self._logged = self._session.attach(joined, self._log_is_written)
+        self._logged = self._host.attach(joined, self._log_is_written)
 
     def _log_is_written(self) -> None:
         with self._lock:
@@ -464,7 +532,7 @@ class Feed:
     def _hear(self, machine: Opening | Claims) -> None:
         if isinstance(machine, Claims):
             for claim in machine.take_proven():
-                self._session.claimed((self._pass, claim.identifier, claim.attempt))
+                self._host.claimed(self._pass, claim)
                 self._settle(machine, claim)
             for twin in machine.take_twins():
                 self._twin |= twin.left is None and seen_here(twin.where) is not False
@@ -490,33 +558,64 @@ class Feed:
         self._ready.ring()
         self._news.notify()
 
-    # -- the loading thread ------------------------------------------------------------------------------
+    # -- loading -----------------------------------------------------------------------------------------
 
     def _load_all(self) -> None:
+        """The loading thread."""
         while True:
             with self._lock:
-                while not (self._to_load or self._closing or self._error or self._no_more_to_load()):
+                while not (self._closing or self._error) and self._must_wait():
                     self._room.wait()
-                if self._closing or self._error or not self._to_load:
-                    return
-                claim = self._loading = self._to_load.popleft()
-            try:
-                count = self._load_one(claim)
-            except BaseException as error:  # the consumer must hear of it, whatever it is
-                error.add_note(f"raised by load for unit {claim.identifier!r}")
-                with self._lock:
-                    self._loading = None
-                    self._fail(error)
-                return
-            with self._lock:
-                self._loading = None
-                if count is not None:
-                    self._loaded(claim, count)
-                self._news.notify()
-                self._ready.ring()
+                if self._closing or self._error or not (self._reader or self._to_load):
+                    break
+            self._advance()
+        self._leave_unit()
 
-    def _no_more_to_load(self) -> bool:
-        return self._claims is not None and self._claims.exhausted and self._claims.asks.idle
+    def _must_wait(self) -> bool:
+        if self._reader or self._to_load:
+            return len(self._buffer) >= self._prefetch
+        return self._claims is None or not (self._claims.exhausted and self._claims.asks.idle)
+
+    def _loadable(self) -> bool:
+        """Whether the consumer should load a batch itself, before it waits for anything."""
+        with self._lock:
+            work = bool(self._reader or self._to_load)
+            return work and not (self._buffer or self._closing or self._error)
+
+    def _advance(self) -> None:
+        """Load one more batch, or find that its unit has no more. One thread alone does this."""
+        with self._lock:
+            if self._reader is None:
+                self._reader = Reader(self._load, self._plan, self._to_load.popleft(), self._pass)
+            reader = self._reader
+        began = self._clock.monotonic()
+        try:
+            loaded = reader.read()
+        except BaseException as error:  # the consumer must hear of it, whatever it is
+            with self._lock:
+                self._reader = None
+                self._fail(error)
+            return
+        seconds = self._clock.monotonic() - began
+        with self._lock:
+            if loaded is None:
+                self._reader = None
+                self._loaded(reader.claim, reader.count)
+            else:
+                self._note_load(reader.count, seconds)
+                self._buffer.append(loaded)
+            self._news.notify()
+            self._ready.ring()
+
+    def _leave_unit(self) -> None:
+        """Let the loader of a unit that is left half-way close what it has open, in the thread that opened it."""
+        reader, self._reader = self._reader, None
+        if reader is None:
+            return
+        try:
+            reader.close()
+        except Exception as error:
+            logger.warning("load of unit %s failed while it was left: %r", reader.claim.identifier, error)
 
     def _loaded(self, claim: Claim, count: int) -> None:
         assert self._claims is not None
@@ -524,40 +623,15 @@ class Feed:
             self._told_empty = True
             logger.warning("load gave no batch for unit %s; said once", claim.identifier)
         self._claims.loaded(claim, count)
+        self._host.sized(self._pass, claim)
         self._settle(self._claims, claim)
 
-    def _load_one(self, claim: Claim) -> int | None:
-        """Load a unit into the buffer; return how many batches it gave, or None when told to stop."""
-        began = self._clock.monotonic()
-        pairs = _pairs(self._load, self._plan.value(claim.position), claim.identifier)
-        count = 0
-        try:
-            for index, (step, batch) in enumerate(pairs):
-                if index < claim.begin:
-                    continue
-                now = self._clock.monotonic()
-                place = Step(step, claim.identifier, claim.attempt, index, self._pass)
-                with self._lock:
-                    assert self._claims is not None
-                    self._note_load(self._claims, now - began, first=count == 0)
-                    self._buffer.append(_Loaded(claim, place, batch))
-                    count += 1
-                    self._ready.ring()
-                    while len(self._buffer) >= self._prefetch and not (self._closing or self._error):
-                        self._room.wait()
-                    if self._closing or self._error:
-                        return None
-                began = self._clock.monotonic()
-        finally:
-            pairs.close()
-        return count
-
-    @staticmethod
-    def _note_load(claims: Claims, seconds: float, first: bool) -> None:
-        if first:
-            claims.pace.opened(seconds)
+    def _note_load(self, count: int, seconds: float) -> None:
+        assert self._claims is not None
+        if count == 1:
+            self._claims.pace.opened(seconds)
         else:
-            claims.pace.loaded(seconds)
+            self._claims.pace.loaded(seconds)
 
 
 def _claim_of(claims: Claims, step: Step) -> Claim | None:
@@ -565,199 +639,3 @@ def _claim_of(claims: Claims, step: Step) -> Claim | None:
         if claim.identifier == step.unit and claim.attempt == step.attempt:
             return claim
     return None
-
-
-def _pairs(load: Load, value: object, identifier: str) -> Generator[tuple[int, Any]]:
-    """What `load` yields, checked to be pairs whose first is an int."""
-    loaded: object = load(value)
-    try:
-        items = iter(loaded)  # type: ignore[call-overload]
-    except TypeError:
-        raise LoadError(
-            f"load gave {type(loaded).__name__} for unit {identifier}; it must yield (step, batch) pairs"
-        ) from None
-    try:
-        for item in items:
-            pair = isinstance(item, tuple) and len(item) == 2
-            if not pair or not hasattr(item[0], "__index__"):
-                what = (
-                    f"the step {item[0]!r:.80}, which is no int,"
-                    if pair
-                    else f"{type(item).__name__} {item!r:.80}"
-                )
-                raise LoadError(
-                    f"load yielded {what} for unit {identifier}; it must yield (step, batch) pairs, the step an int"
-                )
-            yield item[0].__index__(), item[1]
-    finally:
-        close = getattr(items, "close", None)
-        if close is not None:
-            close()
-
-
-def _say(returned: tuple[Returned, ...]) -> str:
-    """All in one line, the first few by name."""
-    names = [_say_one(claim) for claim in returned[:NAMED]]
-    more = len(returned) - len(names)
-    return "; ".join(names) + (f"; and {more} more units, see queue.returned" if more else "")
-
-
-def _say_one(returned: Returned) -> str:
-    what = "given back" if returned.offered else "could not be given back, so nobody will train it"
-    if not returned.ours:
-        what = "was asked for and never answered: it may or may not be ours"
-    unclear = f", {returned.unclear} before it perhaps not trained" if returned.unclear else ""
-    return f"{returned.unit} from batch {returned.begin} {what}{unclear}"
-
-
-def _warn_of_another_session(learner: str) -> None:
-    other = session_of_this_thread()
-    if other is not None and other.learner_id != learner:
-        warnings.warn(
-            f"the entered session is of learner id {other.learner_id!r}, the queue of {learner!r}: the session will "
-            "know nothing of its batches, and step() decides nothing; give both one learner_id",
-            ShardQueueWarning,
-            stacklevel=5,
-        )
-
-
-def _warn_twin(learner: str) -> None:
-    warnings.warn(
-        f"learner id {learner!r} is live twice; both work, and their logs stay apart, but reports will show one "
-        "name for two: give each training process its own learner_id",
-        ShardQueueWarning,
-        stacklevel=4,
-    )
-
-
-class SharedQueue:
-    """What `shared_queue` returns: a context manager, iterated once inside its block.
-
-    Attributes:
-        returned: after leaving, the claims that were not trained whole.
-    """
-
-    def __init__(
-        self,
-        units: Mapping[str, object],
-        mailbox: str | os.PathLike[str] | Mailbox,
-        learner_id: str | None,
-        load: Load,
-        prefetch: int,
-        run: str | None,
-    ) -> None:
-        if not callable(load):
-            raise InvalidInputError(
-                "load", load, "callable", "pass a function that yields (step, batch) pairs"
-            )
-        check_int("prefetch", prefetch, 1, 2**20)
-        if run is not None:
-            check_identifier(run, "run", folders=False)
-        self._plan = Plan(units)
-        self._learner_id = learner_label(learner_id)
-        self._mailbox, self._load, self._prefetch, self._run = mailbox, load, prefetch, run
-        self._feed: Feed | None = None
-        self._own: Session | None = None
-        self._pid = os.getpid()
-
-    @property
-    def returned(self) -> tuple[Returned, ...]:
-        """After leaving: the claims that were not trained whole."""
-        return () if self._feed is None else self._feed.returned
-
-    def __enter__(self) -> Self:
-        if self._pid != os.getpid():
-            raise ClosedError(
-                f"this queue was made in process {self._pid}; call shared_queue in each process"
-            )
-        if self._feed is not None:
-            raise ClosedError("this queue was entered before; call shared_queue(...) again")
-        session = find_session(self._learner_id, own=False)
-        if session is None:
-            session = self._own = self._own_session()
-        elif self._mailbox != session.source and open_mailbox(self._mailbox) != session.mailbox:
-            remedy = "give the queue and the session the same mailbox, or different learner ids"
-            bound = f"the mailbox of the entered session of {self._learner_id!r}"
-            raise InvalidInputError("mailbox", self._mailbox, bound, remedy)
-        self._feed = Feed(self._plan, session, self._load, self._prefetch, self._run)
-        try:
-            self._feed.start()
-        except BaseException as error:
-            if self._own is not None:
-                self._own.__exit__(type(error), error, None)
-            raise
-        return self
-
-    def _own_session(self) -> Session:
-        mailbox = open_mailbox(self._mailbox)
-        _warn_of_another_session(self._learner_id)
-        older = find_session(self._learner_id, own=True)
-        if older is not None and older.mailbox == mailbox:
-            older.replace()
-        return Session(mailbox, self._learner_id, _own=True).__enter__()
-
-    def __iter__(self) -> Iterator[tuple[Step, Any]]:
-        if self._feed is not None and self._feed.over:
-            raise PassFinishedError(
-                f"learner {self._learner_id!r} has already iterated this plan to its end; "
-                'use another mailbox prefix, or run="a-name", to train it again'
-            )
-        return self
-
-    def __next__(self) -> tuple[Step, Any]:
-        if self._feed is None:
-            raise ClosedError("enter the queue first: `with shared_queue(...) as queue:`")
-        if self._pid != os.getpid():
-            raise ClosedError(f"this queue belongs to process {self._pid}; call shared_queue in each process")
-        return self._feed.take()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._feed is None or self._pid != os.getpid():
-            return
-        try:
-            self._feed.close(failed=error is not None)
-        finally:
-            if self._own is not None:
-                self._own.__exit__(kind, error, trace)
-
-
-def shared_queue(
-    units: Mapping[str, object],
-    mailbox: str | os.PathLike[str] | Mailbox,
-    learner_id: str | None,
-    load: Load,
-    prefetch: int = 8,
-    run: str | None = None,
-) -> SharedQueue:
-    """Claim units of a plan and load them ahead of the consumer.
-
-    Every learner that iterates the same plan over the same mailbox gets the units nobody else has claimed; together
-    they get each batch once. Batches come in the order of `load` within a unit.
-
-        with shared_queue(units, "s3://bucket/prefix", "node-a", load) as queue:
-            for step, batch in queue:
-                ...
-
-    Coming back for the next batch makes the last one trained, unless a `Session` of the same learner id is entered:
-    then its `step()` does.
-
-    Args:
-        units: the plan, a mapping from identifier to what `load` is given. Its order is this learner's preference.
-        mailbox: a path, a URL, a `Mailbox` or any object with its verbs.
-        learner_id: a label for this process; None for host, rank and pid.
-        load: called with a unit's value on a background thread, yields `(step, batch)`: an int and anything.
-        prefetch: at most so many loaded batches wait, 1 or more.
-        run: a name, to join that run whatever its state; by default the newest run is joined if it is running, and
-            the next opened if it broke off.
-
-    Returns:
-        A context manager that iterates `(step, batch)`, the step an int that knows its unit (`Step`).
-
-    Raises:
-        InvalidInputError: an argument is out of range or grammar.
-        MailboxError: the mailbox cannot be opened, or (while iterating) stopped answering.
-        RunFinishedError, PlanMismatchError: while iterating, when the run cannot be joined.
-    """
-    return SharedQueue(units, mailbox, learner_id, load, prefetch, run)

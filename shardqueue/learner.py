@@ -77,6 +77,17 @@ def seen_here(where: Process) -> bool | None:
     return _started(where.pid) == where.started
 
 
+def is_running(pid: int) -> bool:
+    """Whether a process of this machine runs; one that ended and was not waited for does not."""
+    if Path("/proc/self/stat").exists():
+        return _started(pid) is not None
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return False
+    return True
+
+
 def _boot() -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -160,12 +171,16 @@ class _Handed:
 
 @dataclass(slots=True)
 class Book:
-    """What one process of a learner claimed, handed out and trained. Not thread-safe: its owner locks."""
+    """What one process of a learner claimed, handed out and trained. Not thread-safe: its owner locks.
+
+    `first_page`: where its log begins, because another process with its name has written the pages before.
+    """
 
     learner: str
     instance: str
     process: str
     where: Process
+    first_page: int = 0
     run_id: str = ""
     claimed: int = 0
     batches: int = 0
@@ -178,8 +193,16 @@ class Book:
     _spans: list[TrainedSpan] = field(default_factory=list)
     _growing: _Span | None = None
     _full: dict[int, list[TrainedSpan]] = field(default_factory=dict)
-    _page: int = 0
+    _page: int = -1
     _write: int = 0
+
+    def __post_init__(self) -> None:
+        self._page = self.first_page
+
+    @property
+    def next_page(self) -> int:
+        """The page after the last one: where another process of this name would begin."""
+        return self._page + 1
 
     @property
     def in_hand(self) -> list[Step]:

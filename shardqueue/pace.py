@@ -29,14 +29,25 @@ class Pace:
 
     Attributes:
         ahead: batches claimed, or asked for, and not handed out yet; its owner adds and takes away.
+        inline: the consumer loads for itself, so that loading and what it does otherwise add up.
         grade: batches a second in half octaves (0 is one a second, 4 is four), None until some were timed. It
             changes only when the speed is well outside the old one, so that all who read it agree for long.
     """
 
-    __slots__ = ("_batch", "_load_batch", "ahead", "claim_seconds", "grade", "load_seconds", "started")
+    __slots__ = (
+        "_batch",
+        "_load_batch",
+        "ahead",
+        "claim_seconds",
+        "grade",
+        "inline",
+        "load_seconds",
+        "started",
+    )
 
     def __init__(self) -> None:
         self.ahead = 0.0
+        self.inline = False
         self.started: float | None = None
         self.claim_seconds = 0.0
         self.load_seconds = 0.0
@@ -73,7 +84,9 @@ class Pace:
         seconds = self._batch
         if self.started is not None and seconds is not None:
             seconds = max(seconds, now - self.started)
-        return None if seconds is None else max(seconds, self._load_batch, 1e-9)
+        if seconds is None:
+            return None
+        return max(seconds + self._load_batch if self.inline else max(seconds, self._load_batch), 1e-9)
 
     def low_water(self, now: float, tail: bool) -> float:
         """Seconds of work in hand below which more must be asked for."""

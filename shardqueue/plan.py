@@ -161,14 +161,19 @@ class Plan:
 
     The mapping is kept, not copied: it must not change while the plan is in use.
 
+    Args:
+        units: identifier to value.
+        agreed: what else all learners must have alike for the units to mean the same to them; JSON.
+
     Raises:
         InvalidInputError: `units` is not a mapping, is empty, has an identifier outside the grammar of
             `check_identifier`, or one that is a folder of another ("a" beside "a/b").
     """
 
-    __slots__ = ("_fingerprint", "_index", "_units")
+    __slots__ = ("_agreed", "_fingerprint", "_index", "_units")
 
-    def __init__(self, units: Mapping[str, object]) -> None:
+    def __init__(self, units: Mapping[str, object], agreed: Mapping[str, Any] | None = None) -> None:
+        self._agreed = dict(agreed or {})
         self._units = _mapping(units)
         self._index = units if isinstance(units, LazyUnits) else _ListedUnits(units)
         self._fingerprint: str | None = None
@@ -284,11 +289,12 @@ class Plan:
         """What a manifest says about this plan; JSON.
 
         `units`: how many; `arguments`: what a lazy plan can be rebuilt from, else None; `fingerprint`: of a
-        plan that was listed, else None.
+        plan that was listed, else None; `agreed`: as given, if anything was.
         """
         arguments = self.arguments
         fingerprint = self.fingerprint() if arguments is None else None
-        return {"units": len(self), "arguments": arguments, "fingerprint": fingerprint}
+        signature = {"units": len(self), "arguments": arguments, "fingerprint": fingerprint}
+        return {**signature, "agreed": self._agreed} if self._agreed else signature
 
     def matches(self, signature: Mapping[str, Any]) -> bool:
         """Whether the plan with this signature is the same as this one, in any order.
@@ -300,7 +306,7 @@ class Plan:
             InvalidInputError: the signature has neither usable arguments nor a fingerprint.
         """
         arguments, fingerprint = signature.get("arguments"), signature.get("fingerprint")
-        if signature.get("units") != len(self):
+        if signature.get("units") != len(self) or signature.get("agreed", {}) != self._agreed:
             return False
         if isinstance(arguments, Mapping):
             return arguments == self.arguments or rebuild(arguments) == self._units

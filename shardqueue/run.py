@@ -11,6 +11,7 @@ is never asked for before the run is agreed on, so a mistaken start leaves nothi
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -51,7 +52,7 @@ def decide(lives: list[Life], anything_claimed: bool, somebody_ended: bool) -> N
     """Say what an independent learner without a state does about the newest run.
 
     Args:
-        lives: one for each learner of the run.
+        lives: one for each process of the run's learners that keeps a log.
         anything_claimed: whether any unit of it is claimed.
         somebody_ended: whether a learner left because nothing was left to claim.
     """
@@ -85,7 +86,7 @@ class Joined:
 
 @dataclass(slots=True)
 class _Watched:
-    """A learner of the run we look at: the key of its newest main page, and what it held.
+    """A process of the run we look at: the key of the newest page of its log, and what it held.
 
     Two things would take the living for dead. A process may write how it left and be gone between our reading its log
     and looking for it; so its log is read once more after it was seen gone. And a mailbox may be slow, or not answer
@@ -132,12 +133,18 @@ class _Look:
     manifest: Manifest | None = None
     manifest_read: int = 0
     units_claimed: bool = False
-    learners: dict[tuple[str, str], _Watched] = field(default_factory=dict)
+    pass_claimed: bool = False
+    processes: dict[tuple[str, str, str], _Watched] = field(default_factory=dict)
 
     @property
     def anything_claimed(self) -> bool:
-        pages = [watched.page for watched in self.learners.values()]
+        pages = [watched.page for watched in self.processes.values()]
         return self.units_claimed or any(page is not None and page.totals.claimed > 0 for page in pages)
+
+    @property
+    def learners(self) -> frozenset[tuple[str, str]]:
+        """(learner, instance) of everybody who has a log."""
+        return frozenset(process[:2] for process in self.processes)
 
 
 class Opening:
@@ -152,6 +159,7 @@ class Opening:
         wanted: the name of a run to join whatever its state, or None.
         seen: tells whether a process is seen on this machine.
         random: for the pauses between repeated calls.
+        pass_: the pass that is joined.
     """
 
     def __init__(
@@ -164,11 +172,12 @@ class Opening:
         seen: Callable[[Process], bool | None],
         random: Random,
         patience: float = PATIENCE,
+        pass_: str = "",
     ) -> None:
         self.asks = Asks(random, patience)
         self.joined: Joined | None = None
         self._plan, self._manifest, self._owner, self._wanted = plan, manifest, owner, wanted
-        self._seen = seen
+        self._seen, self._pass = seen, pass_
         self._notices: list[str] = []
         self._look: _Look | None = None
         self._first = RunKeys(wanted or "1")
@@ -197,6 +206,8 @@ class Opening:
         look = self._look = _Look(keys)
         self._ask(look, List(keys.learners), self._listed_learners)
         self._ask(look, List(keys.pass_keys().units, "", 1), self._listed_units)
+        if self._pass:
+            self._ask(look, List(keys.pass_keys(self._pass).units, "", 1), self._listed_pass)
         return look
 
     def _ask(self, look: _Look, call: Call, then: Callable[[_Look, Answer, float], None]) -> None:
@@ -232,6 +243,9 @@ class Opening:
     def _listed_units(self, look: _Look, answer: Answer, now: float) -> None:  # noqa: ARG002
         look.units_claimed = bool(answer)
 
+    def _listed_pass(self, look: _Look, answer: Answer, now: float) -> None:  # noqa: ARG002
+        look.pass_claimed = bool(answer)
+
     def _listed_learners(self, look: _Look, answer: Answer, now: float) -> None:
         assert isinstance(answer, list)
         if look.last_listed is not None:
@@ -239,11 +253,12 @@ class Opening:
         look.last_listed = now
         for key in answer:
             parsed = look.keys.parse_log(key)
-            if parsed is not None and parsed[2] == "main":
-                watched = look.learners.setdefault(parsed[:2], _Watched(key))
+            if parsed is not None:
+                watched = look.processes.setdefault(parsed[:3], _Watched(key))
                 watched.key = key
-        for (learner, _), watched in look.learners.items():
-            if self._wanted is None or learner == self._owner.learner:
+        for (learner, instance, _), watched in look.processes.items():
+            others = self._wanted is None or learner == self._owner.learner
+            if others and instance != self._owner.instance:
                 self._ask(look, Get(watched.key), partial(self._read_log, watched))
 
     def _read_log(self, watched: _Watched, look: _Look, answer: Answer, now: float) -> None:  # noqa: ARG002
@@ -261,10 +276,13 @@ class Opening:
         if self._wanted is not None or look.manifest is self._manifest:
             self._join(look)
             return
-        lives = [watched.life(self._seen) for watched in look.learners.values()]
+        if (self._owner.learner, self._owner.instance) in look.learners:
+            self._join(look)  # another process of this learner is in it
+            return
+        lives = [watched.life(self._seen) for watched in look.processes.values()]
         if not lives and look.units_claimed and look.watched < SILENCE:
             lives = [Life.UNSURE]  # a first claim may land before its owner's log does
-        ended = any(w.page is not None and w.page.left == "end" for w in look.learners.values())
+        ended = any(w.page is not None and w.page.left == "end" for w in look.processes.values())
         step = decide(lives, look.anything_claimed, ended)
         if step is Next.JOIN:
             self._join(look)
@@ -291,11 +309,12 @@ class Opening:
     def _join(self, look: _Look) -> None:
         assert look.manifest is not None
         check_manifest(look.keys, look.manifest, self._plan)
-        namesakes = (w.page for (name, _), w in look.learners.items() if name == self._owner.learner)
+        namesakes = (w.page for (name, *_), w in look.processes.items() if name == self._owner.learner)
         pages = [page for page in namesakes if page is not None]
         twin = any(judge(page, self._seen(page.where), False, 0.0) is Life.ALIVE for page in pages)
-        late = look.anything_claimed and look.manifest is not self._manifest
-        peers = frozenset(look.learners)
+        claimed = look.pass_claimed if self._pass else look.anything_claimed
+        late = claimed and look.manifest is not self._manifest
+        peers = look.learners
         self.joined = Joined(look.keys, look.manifest, peers, late, twin, tuple(self._notices))
 
     def _finished(self, look: _Look) -> RunFinishedError:
@@ -304,6 +323,17 @@ class Opening:
             f"run {run} under this prefix is finished: all {len(self._plan)} units were handed out. "
             f'To train again, use another prefix, or name a run: shared_queue(..., run="again-{int(run) + 1}")'
         )
+
+
+def new_manifest(plan: Plan, opened_by: str, wall: float) -> Manifest:
+    """What to create where a run must be opened; its id is drawn anew at each call."""
+    return Manifest(
+        protocol=PROTOCOL,
+        run_id=os.urandom(8).hex(),
+        plans={TRAIN: plan.signature()},
+        opened_by=opened_by,
+        wall=wall,
+    )
 
 
 def check_manifest(keys: RunKeys, manifest: Manifest, plan: Plan) -> None:
@@ -326,6 +356,21 @@ def check_manifest(keys: RunKeys, manifest: Manifest, plan: Plan) -> None:
         )
 
 
+def check_joined(joined: Joined, plan: Plan, run: str | None) -> None:
+    """Raise unless the run a session is in is the one wanted, and hands out this plan.
+
+    Raises:
+        RunError: it is another, or speaks another version of the protocol.
+        PlanMismatchError: it was opened with another plan.
+    """
+    if run not in (None, joined.keys.run):
+        raise RunError(
+            f"run={run!r}: the entered session is in run {joined.keys.run!r}; leave it, and enter a new Session for "
+            "another run"
+        )
+    check_manifest(joined.keys, joined.manifest, plan)
+
+
 def _is_number(name: str) -> bool:
     """Whether a run has this number, rather than a name that looks like one ("007")."""
     return name.isascii() and name.isdecimal() and str(int(name)) == name and name != "0"
@@ -335,9 +380,10 @@ def describe_signature(signature: dict[str, object] | None) -> str:
     """One short line about a plan that is known by its signature alone."""
     if signature is None:
         return "no training plan"
-    arguments = signature.get("arguments")
+    arguments, agreed = signature.get("arguments"), signature.get("agreed")
+    also = "".join(f", {name}={value}" for name, value in agreed.items()) if isinstance(agreed, dict) else ""
     if isinstance(arguments, dict):
         kind = arguments.get("kind", "units")
         inner = ", ".join(f"{name}={value}" for name, value in arguments.items() if name != "kind")
-        return f"{kind}({inner}): {signature.get('units')} units"
-    return f"{signature.get('units')} units with fingerprint {str(signature.get('fingerprint'))[:12]}"
+        return f"{kind}({inner}): {signature.get('units')} units{also}"
+    return f"{signature.get('units')} units with fingerprint {str(signature.get('fingerprint'))[:12]}{also}"

@@ -1,11 +1,9 @@
 """A learner's stay in a run: what counts as trained, how fast, and the log others can read.
 
-Owns the learner's `Book` and a thread that writes it to the mailbox every few seconds, so that neither a slow
+Owns the learner's `Book` and the thread that writes it to the mailbox every few seconds, so that neither a slow
 store nor a dead one ever slows training. Feeds report what they hand out; `step()` alone makes it trained. A
-feed without a session of the user's has one of its own, in which coming back for the next batch does.
-
-The log is for others: losing a write loses nothing, since the next one holds the same and more. Only the last
-one, which says how the learner left, is worth waiting for, and that not for long.
+feed without a session of the user's has one of its own, in which coming back for the next batch does; that one may be
+left and entered again, once a pass.
 """
 
 from __future__ import annotations
@@ -17,18 +15,23 @@ import threading
 import warnings
 from collections import deque
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from random import Random
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
+from shardqueue.claims import Owner
 from shardqueue.clock import SystemClock
 from shardqueue.errors import (
     ClosedError,
     InvalidInputError,
-    MailboxUnavailableError,
     PassFinishedError,
     ShardQueueWarning,
 )
-from shardqueue.learner import LOG_EVERY, Book, learner_label, log_pauses, new_instance, this_process
+from shardqueue.learner import LOG_EVERY, Book, learner_label, new_instance, seen_here, this_process
+from shardqueue.logwriter import LogWriter
 from shardqueue.mailbox import open_mailbox
+from shardqueue.opening import open_run
+from shardqueue.pace import Pace
+from shardqueue.run import Opening, check_joined, new_manifest
 from shardqueue.throughput import Rates, Rolling
 from shardqueue.units import check_count
 
@@ -37,8 +40,8 @@ if TYPE_CHECKING:
     from types import FrameType, TracebackType
 
     from shardqueue.clock import Clock
-    from shardqueue.feed import Feed
     from shardqueue.mailbox import Mailbox
+    from shardqueue.plan import Plan
     from shardqueue.records import Left, LogPage
     from shardqueue.run import Joined
     from shardqueue.units import Step
@@ -50,8 +53,49 @@ logger = logging.getLogger("shardqueue")
 STEPLESS = 256
 """Batches handed out without a single `step()` after which it is taken to have been forgotten."""
 LONGEST_LOG_EVERY = 86400.0
+FIRST_LOG = 2.0
+"""Seconds for which the first claim waits until the log says that we are here."""
 FAREWELL = 10.0
 """Seconds for which leaving tries to say so in the mailbox."""
+
+
+class Source(Protocol):
+    """Where the batches of one pass come from, as the session sees it: a feed, or loader workers with feeds.
+
+    `tracked`: what reaches the loop is reported by `Session.track`. `manned`: somebody claims for it. `grade`: how
+    fast the loop is, for the log.
+    """
+
+    tracked: bool
+
+    @property
+    def manned(self) -> bool:
+        """Whether anybody claims for this source."""
+        ...
+
+    @property
+    def grade(self) -> int | None:
+        """How fast the loop takes batches (see `Pace.grade`), None while that is not known."""
+        ...
+
+    def trained(self, step: Step) -> None:
+        """One batch that was handed out is trained."""
+        ...
+
+    def replace(self) -> None:
+        """Another source of this learner begins on the same pass: leave."""
+        ...
+
+    def close(self, failed: bool) -> None:
+        """Leave, and give back what is not trained."""
+        ...
+
+
+class Attempt(Protocol):
+    """One attempt at a unit: its identifier, and which claim of it."""
+
+    identifier: str
+    attempt: int
 
 
 class Session:
@@ -93,25 +137,28 @@ class Session:
         self.mailbox = (
             open_mailbox(mailbox, prove=not _own) if not isinstance(mailbox, str) else open_mailbox(mailbox)
         )
-        self.clock = clock or SystemClock()
+        self.clock: Clock = clock or SystemClock()
+        self.farewell = FAREWELL
+        self.patrol: float | None = None
         self.lock = threading.RLock()
         self.joined: Joined | None = None
         self._book = Book(self.learner_id, self.instance, "main", this_process())
         self._rolling = Rolling()
         self._untold: deque[Step] = deque()
-        self._farewell_by = float("inf")
         self._thread = 0
         self._log_every = log_every
         self._implicit = _own
         self._own = _own
         self._stepped = False
-        self._feeds: dict[str, Feed] = {}
+        self._sources: dict[str, Source] = {}
         self._finished: set[str] = set()
         self._ended: Left = "early"
         self._entered = self._closed = False
         self._pid = os.getpid()
-        self._writer: _LogWriter | None = None
+        self._writer: LogWriter | None = None
         self._restore_signal: Any = None
+        self._pace = Pace()
+        self._told_begun_before = False
 
     # -- for the user ------------------------------------------------------------------------------------
 
@@ -143,12 +190,22 @@ class Session:
         Raises:
             LoadError: an item carries no step of a shared queue.
         """
-        from shardqueue.tracking import steps_in  # only loops that track pay for it
+        from shardqueue.tracking import datasets_of, steps_in  # only loops that track pay for it
 
         self._check_open()
-        for pass_ in list(self._feeds):
+        for pass_ in list(self._sources):
             self._track(pass_)
-        iterator = iter(loader)
+        crews = [dataset.begin(self) for dataset in datasets_of(loader, self)]
+        try:
+            yield from self._tracked(iter(loader), steps_in)
+        except GeneratorExit:
+            for crew in crews:
+                crew.stop()
+            raise
+        for crew in crews:
+            crew.drained = True
+
+    def _tracked(self, iterator: Iterator[T], steps_in: Callable[[object], list[Step]]) -> Iterator[T]:
         while True:
             began = self.clock.monotonic()
             try:
@@ -156,21 +213,37 @@ class Session:
             except StopIteration:
                 self.came_back()
                 return
+            now = self.clock.monotonic()
             self.came_back()
-            waited = self.clock.monotonic() - began
+            waited = now - began
             for step in steps_in(item):
                 self._track(step.pass_)
                 self.handed(step, waited)
                 waited = 0.0
+            self._pace.handed(now)
             yield item
+            self._pace.asked(self.clock.monotonic())
 
     def _track(self, pass_: str) -> None:
         """From now on only `track` reports what the consumer of this pass has; a wrapper holds what was taken."""
-        feed = self._feeds.get(pass_)
-        if feed is not None and not feed.tracked:
-            feed.tracked = True
+        source = self._sources.get(pass_)
+        if source is None or not source.manned:
+            self._warn_begun_before()
+        elif not source.tracked:
+            source.tracked = True
             with self.lock:
                 self._book.drop(pass_)
+
+    def _warn_begun_before(self) -> None:
+        if self._told_begun_before:
+            return
+        self._told_begun_before = True
+        warnings.warn(
+            "a loader that began before session.track(...) claims on its own: this session can give nothing of it "
+            "back; let track() begin the iteration, around a loader that is not iterated yet",
+            ShardQueueWarning,
+            stacklevel=4,
+        )
 
     @property
     def rates(self) -> Rates:
@@ -199,7 +272,7 @@ class Session:
             raise ClosedError(
                 f"this session was made in process {self._pid}; make one in each training process"
             )
-        if self._entered:
+        if self._entered or self._closed:
             raise ClosedError("this session was entered before; make a new Session for another stay")
         self._entered = True
         self._thread = threading.get_ident()
@@ -216,8 +289,8 @@ class Session:
 
     def replace(self) -> None:
         """Leave, because another queue of this learner begins in this process."""
-        for feed in list(self._feeds.values()):
-            feed.replace()
+        for source in list(self._sources.values()):
+            source.replace()
         self.__exit__(None, None, None)
 
     def __exit__(
@@ -225,26 +298,57 @@ class Session:
     ) -> None:
         if self._pid != os.getpid() or self._closed:
             return
-        self._farewell_by = min(self._farewell_by, self.clock.monotonic() + FAREWELL)
+        farewell_by = self.clock.monotonic() + FAREWELL
         try:
-            for feed in list(self._feeds.values()):
-                feed.close(failed=error is not None)
+            for source in list(self._sources.values()):
+                source.close(failed=error is not None)
         finally:
-            self._closed = True
+            self._closed, self._entered = not self._own, False
             _entered.remove(self)
             self._book.left = (
                 "error" if error is not None and not isinstance(error, GeneratorExit) else self._ended
             )
             if self._writer is not None:
-                self._writer.finish()
+                self._writer.finish(farewell_by)
+                self._writer = None
             self._release_sigterm()
+
+    # -- for datasets ------------------------------------------------------------------------------------
+
+    def open(self, plan: Plan, run: str | None, pass_: str) -> Joined:
+        """Agree on the run before anybody claims in it, and begin the log.
+
+        Raises:
+            RunError: the run cannot be joined.
+            MailboxError: the mailbox did not answer.
+        """
+        self._check_open()
+        if self.joined is not None:
+            check_joined(self.joined, plan, run)
+            return self.joined
+        manifest, owner = (
+            new_manifest(plan, self.learner_id, self.clock.wall()),
+            Owner(self.learner_id, self.instance),
+        )
+        machine = Opening(
+            plan, manifest, owner, run, seen=seen_here, random=Random(os.urandom(16)), pass_=pass_
+        )
+        joined = open_run(machine, self.mailbox, self.clock)
+        for notice in joined.notices:
+            logger.warning("%s", notice)
+        if joined.twin:
+            warn_twin(self.learner_id)
+        written = threading.Event()
+        if not self.attach(joined, written.set):
+            written.wait(FIRST_LOG)
+        return joined
 
     # -- for feeds ---------------------------------------------------------------------------------------
 
-    def admit(self, feed: Feed, pass_: str) -> None:
-        """A feed begins on a pass; an older one of ours on the same pass is closed."""
+    def admit(self, source: Source, pass_: str) -> None:
+        """A source of batches begins on a pass; an older one of ours on the same pass is closed."""
         self._check_open()
-        older = self._feeds.get(pass_)
+        older = self._sources.get(pass_)
         if older is not None:
             older.replace()
         if pass_ in self._finished:
@@ -252,12 +356,12 @@ class Session:
                 f"learner {self.learner_id!r} has already iterated {pass_ or 'this pass'} of run {self.run} to "
                 'its end; use another mailbox prefix, or run="a-name", to train the plan again'
             )
-        self._feeds[pass_] = feed
+        self._sources[pass_] = source
 
-    def dismiss(self, feed: Feed, pass_: str, ended: bool) -> None:
-        """A feed is over; `ended` because nothing was left to claim."""
-        if self._feeds.get(pass_) is feed:
-            del self._feeds[pass_]
+    def dismiss(self, source: Source, pass_: str, ended: bool) -> None:
+        """A source is over; `ended` because nothing was left to claim."""
+        if self._sources.get(pass_) is source:
+            del self._sources[pass_]
         with self.lock:
             self._book.drop(pass_)
         self._ended = "end" if ended else "early"
@@ -273,19 +377,22 @@ class Session:
         with self.lock:
             if self._writer is None:
                 self.joined = joined
-                self._book.run_id = joined.manifest.run_id
-                self._writer = _LogWriter(self)
+                self._book.run_id, self._book.left = joined.manifest.run_id, None
+                self._writer = LogWriter(self, self.mailbox, joined.keys, self._log_every, self.clock)
             return self._writer.start(logged)
 
-    def claimed(self, key: tuple[str, str, int]) -> None:
+    def claimed(self, pass_: str, claim: Attempt) -> None:
         """An attempt at a unit is ours."""
         with self.lock:
-            self._book.claim(key)
+            self._book.claim((pass_, claim.identifier, claim.attempt))
 
-    def released(self, key: tuple[str, str, int]) -> None:
+    def sized(self, pass_: str, claim: Attempt) -> None:
+        """The loader gave the whole unit: its size is known."""
+
+    def released(self, pass_: str, claim: Attempt) -> None:
         """An attempt is over."""
         with self.lock:
-            self._book.release(key)
+            self._book.release((pass_, claim.identifier, claim.attempt))
 
     def handed(self, step: Step, waited: float) -> None:
         """A batch reached the loop, which had waited for it."""
@@ -326,6 +433,13 @@ class Session:
         with self.lock:
             return [step for step in self._book.in_hand if step.pass_ == pass_]
 
+    def over(self) -> str:
+        """Why a feed must end though its consumer has not left it; never here."""
+        return ""
+
+    def quiet(self, ended: bool, yielded: bool) -> None:
+        """A feed claims no more."""
+
     @property
     def counts_coming_back(self) -> bool:
         """Whether coming back for the next batch makes the last one trained."""
@@ -333,7 +447,7 @@ class Session:
 
     def pages(self) -> list[LogPage]:
         """The log's pages that have to be written now, the current one last."""
-        grades = [feed.grade for feed in list(self._feeds.values())]
+        grades = [source.grade for source in list(self._sources.values())] + [self._pace.grade]
         with self.lock:
             self._book.grade = next((grade for grade in grades if grade is not None), self._book.grade)
             now = self.clock.monotonic()
@@ -361,9 +475,9 @@ class Session:
     def _tell(self) -> None:
         while self._untold:  # what a signal interrupts here is told when the feed is left
             step = self._untold[0]
-            feed = self._feeds.get(step.pass_)
-            if feed is not None:
-                feed.trained(step)
+            source = self._sources.get(step.pass_)
+            if source is not None:
+                source.trained(step)
             self._untold.popleft()
 
     def _check_open(self) -> None:
@@ -390,6 +504,16 @@ class Session:
         ):
             signal.signal(signal.SIGTERM, self._restore_signal)
         self._restore_signal = None
+
+
+def warn_twin(learner: str) -> None:
+    """Say that two live learners have one label."""
+    warnings.warn(
+        f"learner id {learner!r} is live twice; both work, and their logs stay apart, but reports will show one "
+        "name for two: give each training process its own learner_id",
+        ShardQueueWarning,
+        stacklevel=4,
+    )
 
 
 def _warn_stepless(batches: int) -> None:
@@ -458,64 +582,3 @@ class _Entered:
 _entered = _Entered()
 find_session = _entered.find
 session_of_this_thread = _entered.here
-
-
-class _LogWriter:
-    """The thread that writes the log: at once, soon again, then every few seconds, and a last time."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._leaving = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="shardqueue-log", daemon=True)
-        self._told = False
-        self._lock = threading.Lock()
-        self._waiting: list[Callable[[], None]] = []
-        self._tried = False
-
-    def start(self, logged: Callable[[], None]) -> bool:
-        """Begin, if not begun. Return whether a first write was tried; if not, have `logged` called after it."""
-        with self._lock:
-            if not self._tried:
-                self._waiting.append(logged)
-            if self._thread.ident is None:
-                self._thread.start()
-            return self._tried
-
-    def finish(self) -> None:
-        self._leaving.set()
-        self._thread.join()
-
-    def _work(self) -> None:
-        self._write()
-        with self._lock:
-            self._tried, waiting = True, self._waiting
-        for logged in waiting:
-            logged()
-        for pause in log_pauses(self._session._log_every):
-            if self._leaving.wait(pause):
-                break
-            self._write()
-        while not self._write() and self._session.clock.monotonic() < self._session._farewell_by:
-            threading.Event().wait(0.5)
-
-    def _write(self) -> bool:
-        session = self._session
-        assert session.joined is not None
-        keys = session.joined.keys
-        for page in session.pages():
-            key = keys.log(page.learner, page.instance, page.process, page.page)
-            try:
-                session.mailbox.put(key, page.encode())
-            except Exception as error:
-                session.wrote(page, clear=False)
-                return self._give_up(error)
-            session.wrote(page, clear=True)
-        return True
-
-    def _give_up(self, error: Exception) -> bool:
-        """Say once what trying again will not mend; return whether there is no point in it."""
-        passing = isinstance(error, MailboxUnavailableError)
-        if not passing and not self._told:
-            self._told = True
-            logger.warning("the log of %s cannot be written: %s", self._session.learner_id, error)
-        return not passing

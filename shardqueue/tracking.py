@@ -1,8 +1,10 @@
-"""Finding the steps that an item of a loader carries."""
+"""Finding what `Session.track` needs to know: the datasets behind a loader, and the steps its items carry."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Protocol
+from weakref import WeakSet
 
 from shardqueue.errors import LoadError
 from shardqueue.units import Step
@@ -10,12 +12,44 @@ from shardqueue.units import Step
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from shardqueue.crew import Crew
+    from shardqueue.session import Session
+
 DEPTH = 3
-"""How deep in tuples, lists and dicts a step is looked for."""
+"""How deep in tuples, lists, dicts and dataclasses a step is looked for."""
+
+
+class Trackable(Protocol):
+    """A dataset whose loader workers claim in the name of a session."""
+
+    def belongs_to(self, session: Session) -> bool:
+        """Whether this is the session's learner, and its mailbox."""
+        ...
+
+    def begin(self, session: Session) -> Crew:
+        """The session is about to iterate a loader of this dataset."""
+        ...
+
+
+_known: WeakSet[Trackable] = WeakSet()
+register = _known.add
+
+
+def datasets_of(loader: object, session: Session) -> list[Trackable]:
+    """The datasets whose workers `loader` will start in the name of `session`.
+
+    Of a `DataLoader` that is its own dataset, if it has workers. What else a loader may be, a wrapper say, cannot be
+    looked into: then it is every dataset of the session's learner in this process.
+    """
+    if getattr(loader, "num_workers", None) == 0 or loader in _known:
+        return []
+    dataset = getattr(loader, "dataset", None)
+    known = [dataset] if dataset in _known else list(_known) if dataset is None else []
+    return [dataset for dataset in known if dataset is not None and dataset.belongs_to(session)]
 
 
 def steps_in(item: object) -> list[Step]:
-    """Return the steps in `item`, looked for in tuples, lists and dicts.
+    """Return the steps in `item`, looked for in tuples, lists, dicts and dataclasses.
 
     Raises:
         LoadError: there is none.
@@ -23,8 +57,8 @@ def steps_in(item: object) -> list[Step]:
     steps = list(_steps(item, DEPTH))
     if not steps:
         raise LoadError(
-            f"an item of type {type(item).__name__} carries no step of a shared queue; "
-            "let the loader yield (step, batch) pairs as they come from the queue"
+            f"an item of type {type(item).__name__} carries no step of a shared queue; let the loader yield "
+            "(step, batch) pairs as they come from the queue (from_dataset does with with_step=True)"
         )
     return steps
 
@@ -38,3 +72,6 @@ def _steps(item: object, depth: int) -> Iterator[Step]:
     elif depth and isinstance(item, dict):
         for part in item.values():
             yield from _steps(part, depth - 1)
+    elif depth and is_dataclass(item):
+        for field in fields(item):
+            yield from _steps(getattr(item, field.name, None), depth - 1)

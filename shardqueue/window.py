@@ -98,11 +98,15 @@ class Window:
             order(len(self.plan) - 1)
         )
 
-    def meet(self, weights: list[int], me: int) -> None:
-        """The run has learners of these weights; this one is number `me` among them."""
-        table = share_out(weights)
+    def meet(self, weights: list[int], me: int, part: int = 0, parts: int = 1) -> None:
+        """The run has learners of these weights; this one is number `me` among them.
+
+        Its home is shared out once more, in turns: this is part `part` of `parts`.
+        """
+        table = share_out(weights) * parts
         self.learners, self._cycle = len(weights), len(table)
-        self._home = [place for place, owner in enumerate(table) if owner == me]
+        home = [place for place, owner in enumerate(table) if owner == me]
+        self._home = home[part::parts]
         self._stale = True
 
     def start_at(self, place: int) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from conftest import S3Server
 
-    from shardqueue.feed import SharedQueue
+    from shardqueue.queues import SharedQueue
 
 SPEEDS = (1.0, 1.0, 0.5, 0.5, 0.5, 0.25, 0.25, 0.25)
 PATIENCE = 120.0

@@ -1,0 +1,270 @@
+"""What a training process and its loader workers share: a few words of memory, and a pipe.
+
+Words go both ways. They are 64 bits each, written whole by one process and read by the others, without a lock: a
+worker may be killed at any moment and must leave none behind. Whatever two processes might write at once, they
+compute from the same values and so write alike.
+
+An *iteration* is one trip of one loader over the dataset, named by a word: the number of the pass and a key that all
+workers of the iteration know and no other iteration has. A new iteration takes over by becoming the current one.
+
+The pipe goes from the workers to the training process. A message is shorter than what a pipe takes whole, so several
+workers write to one pipe without a lock. Nothing here ever waits.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import IntEnum
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+WORKERS = 256
+"""Workers a loader may have."""
+_KEY_BITS = 40
+_FINISHED = 64
+_HEAD = 8
+_SLOT = 4
+WORDS = _HEAD + _FINISHED + _SLOT * WORKERS
+"""Words of a block."""
+_OWNER, _INSTANCE, _EPOCH, _RUN, _TRACKED, _LEFT, _CURRENT, _FINISHES = range(_HEAD)
+_MESSAGE = struct.Struct("<5q")
+
+
+class Doing(IntEnum):
+    """What a worker does in the iteration it last took part in."""
+
+    NOTHING = 0
+    CLAIMING = 1
+    ENDED = 2
+    """Nothing was left to claim."""
+    YIELDED = 3
+    """The first worker claims the last units."""
+    STOPPED = 4
+
+
+def iteration_key(*parts: object) -> int:
+    """Return the key of an iteration: the same for the same parts."""
+    return int.from_bytes(blake2b(repr(parts).encode(), digest_size=5).digest())
+
+
+def iteration_word(pass_: int, key: int) -> int:
+    """Return the word that names an iteration."""
+    return (pass_ + 1) << _KEY_BITS | key
+
+
+def pass_of(word: int) -> int:
+    """Return the number of the pass of an iteration, from 0; -1 for no iteration."""
+    return (word >> _KEY_BITS) - 1
+
+
+def pass_name(number: int) -> str:
+    """Return the name of a pass, which is its folder in the mailbox; the first has none."""
+    return f"e{number}" if number else ""
+
+
+class Block:
+    """The shared words.
+
+    Args:
+        words: shared memory of `WORDS` 64-bit integers, all zero at first.
+    """
+
+    def __init__(self, words: memoryview) -> None:
+        self._words = words
+
+    def own(self, instance: str) -> None:
+        """This process is the training process; `instance` is the learner's."""
+        self._words[_OWNER] = os.getpid()
+        self._words[_EPOCH] = -1
+        self.name(instance)
+
+    def name(self, instance: str) -> None:
+        """The learner's instance from now on."""
+        self._words[_INSTANCE] = int(instance, 16)
+
+    @property
+    def owner(self) -> int:
+        """Process id of the training process; 0 while there is none."""
+        return self._words[_OWNER]
+
+    @property
+    def instance(self) -> str:
+        """The learner's instance."""
+        return f"{self._words[_INSTANCE]:012x}"
+
+    @property
+    def epoch(self) -> int | None:
+        """The epoch that was set, None if none ever was."""
+        epoch = self._words[_EPOCH]
+        return None if epoch < 0 else epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self._words[_EPOCH] = epoch
+
+    @property
+    def run(self) -> str | None:
+        """The run by number that this learner is in, None while that is not known."""
+        return str(self._words[_RUN]) if self._words[_RUN] else None
+
+    @run.setter
+    def run(self, run: str) -> None:
+        if run.isdecimal():
+            self._words[_RUN] = int(run)
+
+    # -- iterations --------------------------------------------------------------------------------------
+
+    @property
+    def current(self) -> int:
+        """The iteration that goes on, or went on last."""
+        return self._words[_CURRENT]
+
+    def expect(self, key: int) -> int:
+        """The next iteration is to be the one `Session.track` begins; return its word."""
+        word = iteration_word(self._next_pass(), key)
+        self._words[_TRACKED] = word
+        return word
+
+    def leave(self, word: int) -> None:
+        """The loop of a tracked iteration was left: its workers are to stop, late ones not to begin."""
+        self._words[_LEFT] = word
+
+    def is_over(self, word: int) -> bool:
+        """Whether an iteration was left, or another one took over."""
+        return self._words[_LEFT] == word or self._words[_CURRENT] != word
+
+    def was_left(self, word: int) -> bool:
+        """Whether the loop of this tracked iteration was left."""
+        return self._words[_LEFT] == word
+
+    def begin(self, key: int) -> int:
+        """The training process iterates by itself; return the word."""
+        word = iteration_word(self._next_pass(), key)
+        self._words[_CURRENT] = word
+        return word
+
+    def join(self, worker: int, key: int) -> tuple[int, bool]:
+        """A worker takes part in an iteration; return the word and whether it is tracked.
+
+        `key` is the same for all workers of the iteration. Where passes are counted, the first worker of an iteration
+        finds another iteration's word, or its own name in it, and makes the next; the others find its key.
+        """
+        slot = self._slot(worker)
+        tracked, current, mine = self._words[_TRACKED], self._words[_CURRENT], self._words[slot]
+        followed = bool(tracked) and mine != tracked
+        if followed:
+            word = tracked
+        elif self.epoch is not None:
+            word = iteration_word(self.epoch, key)
+        elif current & ((1 << _KEY_BITS) - 1) == key and mine != current:
+            word = current
+        else:
+            word = iteration_word(pass_of(current) + 1, key)
+        self._words[slot + 1] = os.getpid()
+        self._words[slot + 2] = Doing.CLAIMING
+        self._words[slot] = word
+        self._words[_CURRENT] = word
+        return word, followed
+
+    def _next_pass(self) -> int:
+        epoch = self.epoch
+        return pass_of(self._words[_CURRENT]) + 1 if epoch is None else epoch
+
+    def finish(self, word: int) -> None:
+        """Nothing was left to claim in this iteration."""
+        if word not in self._finished():
+            number = self._words[_FINISHES]
+            self._words[_HEAD + number % _FINISHED] = word
+            self._words[_FINISHES] = number + 1
+
+    def finished_before(self, word: int) -> bool:
+        """Whether another iteration has come to the end of the same pass; of the last 64 finished ones."""
+        return any(pass_of(other) == pass_of(word) and other != word for other in self._finished() if other)
+
+    def _finished(self) -> list[int]:
+        return self._words[_HEAD : _HEAD + _FINISHED].tolist()
+
+    # -- workers -----------------------------------------------------------------------------------------
+
+    def note(self, worker: int, doing: Doing) -> None:
+        """Say what a worker does."""
+        self._words[self._slot(worker) + 2] = doing
+
+    def workers(self, word: int) -> list[tuple[int, int, Doing]]:
+        """(worker, process id, what it does) of all that took part in an iteration last."""
+        found = []
+        for worker in range(WORKERS):
+            slot = self._slot(worker)
+            if self._words[slot] == word:
+                found.append((worker, self._words[slot + 1], Doing(self._words[slot + 2])))
+        return found
+
+    def page(self, worker: int) -> int:
+        """The page on which the log of the next process with this worker's number begins."""
+        return self._words[self._slot(worker) + 3]
+
+    def turn_to(self, worker: int, page: int) -> None:
+        """Pages before `page` of this worker's log are written."""
+        self._words[self._slot(worker) + 3] = page
+
+    @staticmethod
+    def _slot(worker: int) -> int:
+        return _HEAD + _FINISHED + _SLOT * worker
+
+
+class Told(IntEnum):
+    """What a message tells of a claim."""
+
+    CLAIMED = 1
+    """It is proven; `value` is the batch at which it begins."""
+    SIZED = 2
+    """`value` is the number of its batches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One event of a claim, from the worker that made it."""
+
+    word: int
+    told: Told
+    position: int
+    attempt: int
+    value: int
+
+
+class Pipe:
+    """Many write, one reads, nobody waits.
+
+    Args:
+        reader, writer: the two ends of a one-way pipe.
+    """
+
+    def __init__(self, reader: Connection, writer: Connection) -> None:
+        self._reader, self._writer = reader, writer
+        for end in (reader, writer):
+            os.set_blocking(end.fileno(), False)
+
+    def send(self, message: Message) -> bool:
+        """Send a message; False when there is no room now."""
+        data = _MESSAGE.pack(message.word, message.told, message.position, message.attempt, message.value)
+        with suppress(BrokenPipeError):
+            try:
+                os.write(self._writer.fileno(), data)
+            except BlockingIOError:
+                return False
+        return True
+
+    def receive(self) -> list[Message]:
+        """Take all messages that are there."""
+        found: list[Message] = []
+        with suppress(BlockingIOError):
+            while data := os.read(self._reader.fileno(), 1000 * _MESSAGE.size):
+                for word, told, *rest in _MESSAGE.iter_unpack(data):
+                    found.append(Message(word, Told(told), *rest))
+        return found

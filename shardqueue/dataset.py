@@ -1,0 +1,403 @@
+"""`SharedQueueDataset`: the shared queue as the dataset of any `DataLoader(batch_size=None)`.
+
+The loader's worker processes claim and load, in the name of the training process; without workers a thread of the
+training process does. An object belongs to the process that made it, or first used it after it was pickled there; its
+workers share a `Block` and a `Pipe` with that process. Iterating begins at the first item, not before.
+
+A pass is one trip over the plan: the epoch that `set_epoch` said last, or else the next one at each iteration. Where
+`Session.track` iterates the loader, the session decides which pass and which run it is before the workers start.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import pickle
+import sys
+from itertools import count
+from multiprocessing.context import get_spawning_popen
+from multiprocessing.reduction import ForkingPickler
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from shardqueue.block import WORDS, WORKERS, Block, Pipe, iteration_key, pass_name, pass_of
+from shardqueue.crew import Crew
+from shardqueue.errors import ClosedError, InvalidInputError
+from shardqueue.feed import Feed, Place
+from shardqueue.learner import learner_label, new_instance
+from shardqueue.mailbox import open_mailbox
+from shardqueue.plan import Plan, check_identifier
+from shardqueue.rows import RowBatches, check_rows
+from shardqueue.session import Session, find_session
+from shardqueue.tracking import register
+from shardqueue.units import check_count, check_int, unit_ranges
+from shardqueue.workers import LoaderWorker, finished_pass
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from multiprocessing.connection import Connection
+
+    from torch.utils.data._utils.worker import WorkerInfo
+
+    from shardqueue.loading import Load
+    from shardqueue.mailbox import Mailbox
+    from shardqueue.session import Source
+
+PREFETCH = 8
+"""Loaded batches that may wait where the loader has no workers; with workers its `prefetch_factor` says."""
+
+
+UNTRACKED = (
+    "no session tracks this loader: what is trained is not recorded, so nothing of it can be recovered or resumed; "
+    "iterate session.track(loader) in an entered Session"
+)
+
+logger = logging.getLogger("shardqueue")
+
+
+class SharedQueueDataset(IterableDataset[Any]):
+    """The batches of the units that this training process claims.
+
+        dataset = SharedQueueDataset(units, "s3://bucket/prefix", load)
+        loader = DataLoader(dataset, batch_size=None, num_workers=4)
+        with Session("s3://bucket/prefix") as session:
+            for step, batch in session.track(loader):
+                ...
+                session.step(samples=len(batch))
+
+    Yields `(step, batch)` as `load` yields them, the step an int that knows its unit (`Step`). `session.track` makes
+    batches count as trained when `session.step` says so; without a session, what the workers handed out is never
+    offered again. The loader has no length: how many batches a process gets depends on its speed.
+
+    Args:
+        units: the plan, a mapping from identifier to what `load` is given.
+        mailbox: a path, a URL, a `Mailbox` or any object with its verbs; no `memory://` where the loader has workers.
+        load: called with a unit's value, yields `(step, batch)`. Picklable where workers are spawned.
+        learner_id: a label for this training process; None for host, rank and pid.
+        run: a name, to join that run whatever its state.
+
+    Raises:
+        InvalidInputError: an argument is out of range or grammar.
+        MailboxError: the mailbox cannot be opened.
+    """
+
+    def __init__(
+        self,
+        units: Mapping[str, object],
+        mailbox: str | os.PathLike[str] | Mailbox,
+        load: Load,
+        learner_id: str | None = None,
+        run: str | None = None,
+    ) -> None:
+        if not callable(load):
+            raise InvalidInputError(
+                "load", load, "callable", "pass a function that yields (step, batch) pairs"
+            )
+        self._begin_life(Plan(units), mailbox, learner_id, run)
+        self._load: Load | RowBatches = load
+
+    @classmethod
+    def from_dataset(
+        cls,
+        dataset: Any,
+        mailbox: str | os.PathLike[str] | Mailbox,
+        batch_size: int,
+        unit_batches: int = 16,
+        shuffle: bool = False,
+        seed: int = 0,
+        collate_fn: Callable[[Any], Any] | None = None,
+        *,
+        drop_last: bool = False,
+        with_step: bool = False,
+        learner_id: str | None = None,
+        run: str | None = None,
+    ) -> SharedQueueDataset:
+        """Share out the batches of a map-style dataset.
+
+        Each batch is what `DataLoader(dataset, batch_size, shuffle, drop_last=..., collate_fn=...)` would make of the
+        same rows. Shuffled, the order of an epoch is a permutation that depends on the number of rows, `seed` and the
+        epoch alone; it is computed, never stored. Every node must pass the same `seed` and `shuffle`.
+
+        Args:
+            dataset: has a length and `__getitem__`, or `__getitems__`, which is then given a batch's rows at once.
+            mailbox: as above.
+            batch_size: rows of a batch; the last of an epoch may have fewer.
+            unit_batches: batches claimed at once, at most; fewer towards the end of an epoch.
+            shuffle: whether each epoch has an order of its own.
+            seed: of the shuffle, from 0 to 2**63 - 1.
+            collate_fn: makes a batch of a list of rows; None for torch's `default_collate`.
+            drop_last: leave out the last batch if it is short.
+            with_step: yield `(step, batch)`, which `Session.track` needs, instead of the batch alone.
+            learner_id, run: as above.
+
+        Raises:
+            InvalidInputError: the dataset has no length or no rows, or an argument is out of range.
+            MailboxError: the mailbox cannot be opened.
+        """
+        rows = check_rows(dataset)
+        batch_size = check_int("batch_size", batch_size, 1)
+        unit_batches = check_int("unit_batches", unit_batches, 1, 2**53 // batch_size)
+        for name, flag in (("shuffle", shuffle), ("drop_last", drop_last), ("with_step", with_step)):
+            if not isinstance(flag, bool):
+                raise InvalidInputError(name, flag, "True or False", "pass a bool")
+        if collate_fn is not None and not callable(collate_fn):
+            raise InvalidInputError("collate_fn", collate_fn, "callable or None", "pass a function")
+        if drop_last:
+            rows -= rows % batch_size
+            if not rows:
+                remedy = "pass drop_last=False or a smaller batch_size"
+                raise InvalidInputError("batch_size", batch_size, f"at most {len(dataset)}, the rows", remedy)
+        batches = RowBatches(dataset, rows, batch_size, shuffle, seed, collate_fn)
+        units = unit_ranges(rows, unit_batches * batch_size, batch_size)
+        self = cls.__new__(cls)
+        agreed = {"shuffle": shuffle, "seed": seed if shuffle else None}
+        self._begin_life(Plan(units, agreed=agreed), mailbox, learner_id, run)
+        self._load, self._with_step = batches, with_step
+        return self
+
+    def _begin_life(
+        self,
+        plan: Plan,
+        mailbox: str | os.PathLike[str] | Mailbox,
+        learner_id: str | None,
+        run: str | None,
+    ) -> None:
+        if run is not None:
+            check_identifier(run, "run", folders=False)
+        self._plan, self._run = plan, run
+        self._given_id, self.learner_id = learner_id, learner_label(learner_id)
+        self._mailbox = open_mailbox(mailbox)
+        self._with_step = True
+        self._move_in()
+
+    def _move_in(self) -> None:
+        """This process is the training process now, and knows nothing of what another one did."""
+        self.learner_id = learner_label(self._given_id)
+        self._memory: Any = torch.zeros(WORDS, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self._ends: tuple[Connection, Connection] = multiprocessing.Pipe(duplex=False)
+        self._connect()
+        self._block.own(new_instance())
+        self._own_session: Session | None = None
+        self._source: Source | None = None
+        self._iterations = count()
+        register(self)
+
+    def _connect(self) -> None:
+        self._block = Block(memoryview(self._memory.numpy()))
+        self._pipe = Pipe(*self._ends)
+
+    # -- in the training process -------------------------------------------------------------------------
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration is epoch `epoch`, from 0: units of its own, and an order of its own where shuffled.
+
+        Call it before each epoch, or never: then iterations are counted.
+
+        Raises:
+            InvalidInputError: it is not a whole number from 0 to 2,000,000.
+        """
+        self._be_home()
+        self._block.epoch = check_int("epoch", check_count("epoch", epoch), 0, 2_000_000)
+
+    def belongs_to(self, session: Session) -> bool:
+        """Whether this is the session's learner, and its mailbox."""
+        self._be_home()
+        return session.learner_id == self.learner_id and session.mailbox == self._mailbox
+
+    def begin(self, session: Session) -> Crew:
+        """The session is about to iterate a loader of this dataset: agree on the pass and the run.
+
+        Raises:
+            PassFinishedError: the session has iterated this epoch to its end.
+            RunError: the run cannot be joined.
+        """
+        self._be_home()
+        self._leave(failed=False)
+        word = self._block.expect(iteration_key(session.instance, next(self._iterations)))
+        name = pass_name(pass_of(word))
+        joined = session.open(self._plan, self._run, name)
+        self._block.name(session.instance)
+        self._block.run = joined.keys.run
+        crew = Crew(self._plan, session, self._block, self._pipe, word)
+        session.admit(crew, name)
+        self._source = crew
+        return crew
+
+    def _be_home(self) -> None:
+        if self._block.owner != os.getpid() and get_worker_info() is None:
+            self._move_in()
+
+    def _leave(self, failed: bool, source: Source | None = None) -> None:
+        """End the iteration in progress, if there is one; if `source` is given, only when it is that one."""
+        current = self._source
+        if current is None or source not in (None, current):
+            return
+        self._source = None
+        try:
+            current.close(failed)
+        finally:
+            if self._own_session is not None:
+                self._own_session.__exit__(None, None, None)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Claim and load until nothing is left to claim.
+
+        Raises:
+            InvalidInputError: the loader batches by itself; pass it `batch_size=None`.
+            PassFinishedError, RunError, MailboxError, LoadError: at the first item, or later.
+        """
+        _refuse_batching()
+        info = get_worker_info()
+        return self._items_of_process() if info is None else self._items_of_worker(info)
+
+    def _items_of_process(self) -> Iterator[Any]:
+        self._be_home()
+        self._leave(failed=False)
+        word = self._block.begin(iteration_key(self._block.instance, next(self._iterations)))
+        if self._block.finished_before(word):
+            raise finished_pass(self.learner_id, pass_of(word))
+        session = self._session()
+        place = Place(pass_=pass_name(pass_of(word)))
+        feed = Feed(self._plan, session, self._load_of(word), PREFETCH, self._run, place)
+        self._source = feed
+        failed = True
+        try:
+            feed.start()
+            yield from self._items(feed)
+            failed = False
+            self._block.finish(word)
+        finally:
+            if session is self._own_session:
+                self._leave(failed, feed)
+            elif failed:
+                feed.stop()
+
+    def _session(self) -> Session:
+        """The entered session of this learner, or one of our own."""
+        session = find_session(self.learner_id, own=False)
+        if session is None:
+            if self._own_session is None:
+                self._own_session = Session(self._mailbox, self.learner_id, _own=True)
+            return self._own_session.__enter__()
+        if session.mailbox != self._mailbox:
+            bound = f"the mailbox of the entered session of {self.learner_id!r}"
+            remedy = "give the dataset and the session the same mailbox, or different learner ids"
+            raise InvalidInputError("mailbox", self._mailbox, bound, remedy)
+        return session
+
+    def _items(self, feed: Feed) -> Iterator[Any]:
+        while True:
+            try:
+                step, batch = feed.take()
+            except StopIteration:
+                return
+            yield (step, batch) if self._with_step else batch
+
+    def _load_of(self, word: int) -> Load:
+        return self._load.loader(pass_of(word)) if isinstance(self._load, RowBatches) else self._load
+
+    # -- in a worker -------------------------------------------------------------------------------------
+
+    def _items_of_worker(self, info: WorkerInfo) -> Iterator[Any]:
+        """Where iterations begin, and number themselves, in each worker alike."""
+        key = iteration_key(info.seed - info.id, next(self._iterations))
+        return self._work(info, key)
+
+    def _work(self, info: WorkerInfo, key: int) -> Iterator[Any]:
+        self._check_worker(info)
+        mailbox = open_mailbox(self._mailbox, prove=False)
+        worker = LoaderWorker(self._block, self._pipe, mailbox, self.learner_id, info.id, key)
+        place = Place(
+            pass_=worker.pass_,
+            worker=str(info.id),
+            part=info.id,
+            parts=info.num_workers,
+            inline=True,
+            offers=not worker.tracked,
+        )
+        if not (worker.tracked or info.id or worker.pass_):
+            logger.warning("%s: %s", self.learner_id, UNTRACKED)
+        run = self._run or self._block.run
+        feed = Feed(self._plan, worker, self._load_of(worker.word), 1, run, place)
+        failed = True
+        try:
+            feed.start()
+            yield from self._items(feed)
+            failed = False
+        except ClosedError:
+            if not worker.left:
+                raise
+        finally:
+            feed.close(failed)
+
+    def _check_worker(self, info: WorkerInfo) -> None:
+        if info.num_workers > WORKERS:
+            raise InvalidInputError("num_workers", info.num_workers, f"at most {WORKERS}", "pass fewer")
+        parent = multiprocessing.parent_process()
+        if parent is None or parent.pid != self._block.owner:
+            raise ClosedError(
+                f"this dataset was made in process {self._block.owner}, and the loader's process never used it "
+                "itself; make the dataset in the process that iterates the loader"
+            )
+
+    # -- pickling ----------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._be_home()
+        state = self.__dict__.copy()
+        for name in ("_block", "_pipe", "_own_session", "_source", "_iterations"):
+            del state[name]
+        if get_spawning_popen() is None:
+            del state["_memory"], state["_ends"]
+        else:
+            _check_picklable("load", self._load)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if "_memory" not in state:
+            self._move_in()
+            return
+        self._own_session, self._source, self._iterations = None, None, count()
+        self._connect()
+        register(self)
+
+
+def _refuse_batching() -> None:
+    """Refuse a loader that would make batches of our batches; nothing but its own frames tells."""
+    if sys._getframe(2).f_locals.get("auto_collation") is True:
+        raise InvalidInputError(
+            "batch_size",
+            "set on the DataLoader",
+            "None there, since the dataset yields whole batches",
+            "write DataLoader(dataset, batch_size=None, ...)",
+        )
+
+
+class _Nowhere:
+    def write(self, data: bytes) -> int:
+        return len(data)
+
+
+class _Trial(ForkingPickler):
+    """Pickles to nowhere, without what is large and known to pickle."""
+
+    def reducer_override(self, thing: object) -> Any:
+        if isinstance(thing, torch.Tensor) or type(thing).__module__ == "numpy":
+            return int, ()
+        return NotImplemented
+
+
+def _check_picklable(name: str, thing: object) -> None:
+    try:
+        _Trial(cast("BinaryIO", _Nowhere()), pickle.HIGHEST_PROTOCOL).dump(thing)
+    except Exception as error:
+        raise InvalidInputError(
+            name,
+            thing,
+            f"picklable where the loader spawns its workers ({error})",
+            'define it at the top of a module, or pass the DataLoader multiprocessing_context="fork"',
+        ) from error

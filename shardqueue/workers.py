@@ -1,0 +1,209 @@
+"""A loader worker, as the feed in it sees it: in whose name it claims, and to whom it tells what.
+
+A tracked iteration belongs to a session in the training process: the run is agreed on before, claims are told through
+the pipe, and the training process alone keeps the log, knows what is trained and gives back the rest. In any other
+iteration a worker is on its own: it finds the run, keeps a log of its claims, and gives back what it did not hand out
+when it is left. What it did hand out is with the loader, and nobody says whether it was trained; so it is not offered
+to others. Every batch at most once, either way.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import threading
+from collections import deque
+from typing import TYPE_CHECKING
+
+from shardqueue.block import Doing, Message, Told, pass_name, pass_of
+from shardqueue.clock import SystemClock
+from shardqueue.errors import PassFinishedError, RunError
+from shardqueue.learner import LOG_EVERY, Book, this_process
+from shardqueue.logwriter import LogWriter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shardqueue.block import Block, Pipe
+    from shardqueue.claims import Claim
+    from shardqueue.clock import Clock
+    from shardqueue.mailbox import Mailbox
+    from shardqueue.records import LogPage
+    from shardqueue.run import Joined
+    from shardqueue.session import Source
+    from shardqueue.units import Step
+
+logger = logging.getLogger("shardqueue")
+
+FAREWELL = 4.0
+"""Seconds for which a worker tries to leave in order: less than a loader gives it before it is terminated."""
+PATROL = 0.1
+"""Seconds between two looks at the block."""
+
+
+def finished_pass(learner_id: str, number: int) -> PassFinishedError:
+    """Return the error of who iterates a finished pass again."""
+    return PassFinishedError(
+        f"learner {learner_id!r} has already iterated epoch {number} to its end; "
+        "call dataset.set_epoch(...) with another number before each epoch, or never"
+    )
+
+
+class LoaderWorker:
+    """What worker `number` does in one iteration. See `feed.Host` for the methods.
+
+    Args:
+        block, pipe: shared with the training process.
+        mailbox: opened in this process.
+        learner_id: the training process's.
+        number: of the worker, from 0.
+        key: of the iteration.
+
+    Raises:
+        PassFinishedError: the pass was iterated to its end before.
+    """
+
+    def __init__(
+        self, block: Block, pipe: Pipe, mailbox: Mailbox, learner_id: str, number: int, key: int
+    ) -> None:
+        self.mailbox, self.learner_id, self.instance = mailbox, learner_id, block.instance
+        self.clock: Clock = SystemClock()
+        self.joined: Joined | None = None
+        self.farewell: float = FAREWELL
+        self.patrol: float | None = PATROL
+        self._block, self._pipe, self._number = block, pipe, number
+        self.word, self.tracked = block.join(number, key)
+        self._source: Source | None = None
+        self._doing = Doing.CLAIMING
+        self._unsent: deque[Message] = deque()
+        self._positions: dict[tuple[str, int], int] = {}
+        self._yielded: list[Step] = []
+        self._book = Book(
+            learner_id, self.instance, str(number), this_process(), first_page=block.page(number)
+        )
+        self._writer: LogWriter | None = None
+        if block.finished_before(self.word):
+            block.note(number, Doing.STOPPED)
+            raise finished_pass(learner_id, pass_of(self.word))
+
+    @property
+    def pass_(self) -> str:
+        """Name of the pass."""
+        return pass_name(pass_of(self.word))
+
+    @property
+    def run(self) -> str | None:
+        """Name of the run, once it is agreed on."""
+        return None if self.joined is None else self.joined.keys.run
+
+    @property
+    def left(self) -> bool:
+        """Whether the training loop of this iteration was left, so that nobody waits for a batch."""
+        return self._block.was_left(self.word)
+
+    # -- for the feed ------------------------------------------------------------------------------------
+
+    counts_coming_back = True
+
+    def admit(self, source: Source, pass_: str) -> None:  # noqa: ARG002
+        """A feed begins."""
+        self._source = source
+
+    def attach(self, joined: Joined, logged: Callable[[], None]) -> bool:
+        """The run is agreed on."""
+        self.joined = joined
+        if self.tracked:
+            return True
+        self._same_run(joined)
+        self._book.run_id = joined.manifest.run_id
+        self._writer = LogWriter(self, self.mailbox, joined.keys, LOG_EVERY, self.clock)
+        return self._writer.start(logged)
+
+    def _same_run(self, joined: Joined) -> None:
+        known = self._block.run
+        if known is not None and joined.keys.run != known:
+            raise RunError(
+                f"worker {self._number} found run {joined.keys.run}, another worker of this loader run {known}; "
+                "start again"
+            )
+        self._block.run = joined.keys.run
+
+    def claimed(self, pass_: str, claim: Claim) -> None:
+        """An attempt at a unit is ours."""
+        self._book.claim((pass_, claim.identifier, claim.attempt))
+        self._tell(Told.CLAIMED, claim, claim.begin)
+
+    def sized(self, pass_: str, claim: Claim) -> None:  # noqa: ARG002
+        """The loader gave the whole unit."""
+        self._tell(Told.SIZED, claim, int(claim.size))
+
+    def released(self, pass_: str, claim: Claim) -> None:
+        """All of an attempt was handed out, or given back."""
+        self._book.release((pass_, claim.identifier, claim.attempt))
+        done = claim.identifier, claim.attempt
+        self._yielded = [step for step in self._yielded if (step.unit, step.attempt) != done]
+
+    def handed(self, step: Step, waited: float) -> None:  # noqa: ARG002
+        """A batch went to the loader: from here on it is never offered to anybody else by this worker."""
+        self._yielded.append(step)
+        if self._source is not None:
+            self._source.trained(step)
+
+    def came_back(self) -> None:
+        """The loader asks for the next batch; that says nothing of training."""
+
+    def settle(self, failed: bool, ended: bool) -> None:
+        """The feed is being left; nothing is decided here."""
+
+    def in_hand(self, pass_: str) -> list[Step]:  # noqa: ARG002
+        """Batches of unfinished claims that are with the loader, or beyond."""
+        return list(self._yielded)
+
+    def over(self) -> str:
+        """Why the feed must end; also sends what had no room in the pipe."""
+        self._send()
+        if self._block.is_over(self.word):
+            return (
+                "another iteration of this dataset has begun, and took over from this one; "
+                "give each loader a SharedQueueDataset of its own"
+            )
+        parent = multiprocessing.parent_process()
+        return "" if parent is None or parent.is_alive() else "the training process is gone"
+
+    def quiet(self, ended: bool, yielded: bool) -> None:
+        """The feed claims no more."""
+        while not self._send() and not self._block.is_over(self.word):
+            threading.Event().wait(PATROL)
+        self._doing = Doing.YIELDED if yielded else Doing.ENDED if ended else Doing.STOPPED
+        if self._doing is Doing.ENDED:
+            self._block.finish(self.word)
+        self._block.note(self._number, self._doing)
+
+    def dismiss(self, source: Source, pass_: str, ended: bool) -> None:  # noqa: ARG002
+        """The feed is over."""
+        self._book.left = "end" if ended and self._doing is Doing.ENDED else "early"
+        if self._writer is not None:
+            self._writer.finish(self.clock.monotonic() + self.farewell)
+            self._block.turn_to(self._number, self._book.next_page)
+
+    # -- the log and the pipe ----------------------------------------------------------------------------
+
+    def pages(self) -> list[LogPage]:
+        """The log's pages that have to be written now."""
+        grade = None if self._source is None else self._source.grade
+        self._book.grade = self._book.grade if grade is None else grade
+        return self._book.pages(self.clock.wall(), 0.0, 0.0)
+
+    def wrote(self, page: LogPage, clear: bool) -> None:
+        """The page was written, or it is not clear whether it was."""
+        self._book.wrote(page, clear)
+
+    def _tell(self, told: Told, claim: Claim, value: int) -> None:
+        if self.tracked:
+            self._unsent.append(Message(self.word, told, claim.position, claim.attempt, value))
+            self._send()
+
+    def _send(self) -> bool:
+        while self._unsent and self._pipe.send(self._unsent[0]):
+            self._unsent.popleft()
+        return not self._unsent
