@@ -27,12 +27,15 @@ if TYPE_CHECKING:
 WORKERS = 256
 """Workers a loader may have."""
 _KEY_BITS = 40
-_FINISHED = 64
-_HEAD = 8
+_RING = 64
+_HEAD = 9
+_BEGUN = _HEAD
+_FINISHED = _BEGUN + _RING
+_SLOTS = _FINISHED + _RING
 _SLOT = 4
-WORDS = _HEAD + _FINISHED + _SLOT * WORKERS
+WORDS = _SLOTS + _SLOT * WORKERS
 """Words of a block."""
-_OWNER, _INSTANCE, _EPOCH, _RUN, _TRACKED, _LEFT, _CURRENT, _FINISHES = range(_HEAD)
+_OWNER, _INSTANCE, _EPOCH, _RUN, _TRACKED, _LEFT, _CURRENT, _BEGINS, _FINISHES = range(_HEAD)
 _MESSAGE = struct.Struct("<5q")
 
 
@@ -61,6 +64,11 @@ def iteration_word(pass_: int, key: int) -> int:
 def pass_of(word: int) -> int:
     """Return the number of the pass of an iteration, from 0; -1 for no iteration."""
     return (word >> _KEY_BITS) - 1
+
+
+def key_of(word: int) -> int:
+    """Return the key of an iteration."""
+    return word & ((1 << _KEY_BITS) - 1)
 
 
 def pass_name(number: int) -> str:
@@ -125,11 +133,14 @@ class Block:
         """The iteration that goes on, or went on last."""
         return self._words[_CURRENT]
 
-    def expect(self, key: int) -> int:
-        """The next iteration is to be the one `Session.track` begins; return its word."""
-        word = iteration_word(self._next_pass(), key)
+    def next_word(self, key: int) -> int:
+        """The word of the iteration that would begin now."""
+        epoch = self.epoch
+        return iteration_word(pass_of(self._words[_CURRENT]) + 1 if epoch is None else epoch, key)
+
+    def expect(self, word: int) -> None:
+        """The workers that begin next take part in this iteration, which `Session.track` makes."""
         self._words[_TRACKED] = word
-        return word
 
     def leave(self, word: int) -> None:
         """The loop of a tracked iteration was left: its workers are to stop, late ones not to begin."""
@@ -143,58 +154,70 @@ class Block:
         """Whether the loop of this tracked iteration was left."""
         return self._words[_LEFT] == word
 
-    def begin(self, key: int) -> int:
-        """The training process iterates by itself; return the word."""
-        word = iteration_word(self._next_pass(), key)
-        self._words[_CURRENT] = word
-        return word
+    def begin(self, word: int) -> None:
+        """This iteration goes on from now, and no other."""
+        if self._words[_CURRENT] != word:
+            self._keep(_BEGUN, _BEGINS, word)
+            self._words[_CURRENT] = word
 
     def join(self, worker: int, key: int) -> tuple[int, bool]:
         """A worker takes part in an iteration; return the word and whether it is tracked.
 
-        `key` is the same for all workers of the iteration. Where passes are counted, the first worker of an iteration
-        finds another iteration's word, or its own name in it, and makes the next; the others find its key.
+        `key` is the same for all workers of the iteration. The first of them finds another iteration's word, or that
+        it took part in this one before, and makes the next; the others find its key. A worker that comes when its
+        iteration is over already (it was slow to start) gets the word of that one, and takes nothing over.
         """
         slot = self._slot(worker)
         tracked, current, mine = self._words[_TRACKED], self._words[_CURRENT], self._words[slot]
         followed = bool(tracked) and mine != tracked
-        if followed:
-            word = tracked
-        elif self.epoch is not None:
-            word = iteration_word(self.epoch, key)
-        elif current & ((1 << _KEY_BITS) - 1) == key and mine != current:
-            word = current
-        else:
-            word = iteration_word(pass_of(current) + 1, key)
+        missed = 0 if followed else self._missed(key, mine)
+        if missed:
+            return missed, False
+        shared = key_of(current) == key and mine != current
+        word = tracked if followed else current if shared else self.next_word(key)
         self._words[slot + 1] = os.getpid()
         self._words[slot + 2] = Doing.CLAIMING
         self._words[slot] = word
-        self._words[_CURRENT] = word
+        self.begin(word)
         return word, followed
 
-    def _next_pass(self) -> int:
-        epoch = self.epoch
-        return pass_of(self._words[_CURRENT]) + 1 if epoch is None else epoch
+    def _missed(self, key: int, mine: int) -> int:
+        """The iteration of this key, if another has taken over since, and the worker took part in none of the two."""
+        begun = self._kept(_BEGUN, _BEGINS)
+        for word in reversed(begun[:-1]):
+            if word == mine:
+                break
+            if key_of(word) == key and begun[-1] != mine:
+                return word
+        return 0
 
     def finish(self, word: int) -> None:
         """Nothing was left to claim in this iteration."""
-        if word not in self._finished():
-            number = self._words[_FINISHES]
-            self._words[_HEAD + number % _FINISHED] = word
-            self._words[_FINISHES] = number + 1
+        if word not in self._kept(_FINISHED, _FINISHES):
+            self._keep(_FINISHED, _FINISHES, word)
 
     def finished_before(self, word: int) -> bool:
         """Whether another iteration has come to the end of the same pass; of the last 64 finished ones."""
-        return any(pass_of(other) == pass_of(word) and other != word for other in self._finished() if other)
+        return any(
+            pass_of(other) == pass_of(word) and other != word for other in self._kept(_FINISHED, _FINISHES)
+        )
 
-    def _finished(self) -> list[int]:
-        return self._words[_HEAD : _HEAD + _FINISHED].tolist()
+    def _keep(self, ring: int, counter: int, word: int) -> None:
+        number = self._words[counter]
+        self._words[ring + number % _RING] = word
+        self._words[counter] = number + 1
+
+    def _kept(self, ring: int, counter: int) -> list[int]:
+        """The latest words of a ring, oldest first."""
+        number = self._words[counter]
+        return [self._words[ring + at % _RING] for at in range(max(0, number - _RING), number)]
 
     # -- workers -----------------------------------------------------------------------------------------
 
-    def note(self, worker: int, doing: Doing) -> None:
-        """Say what a worker does."""
-        self._words[self._slot(worker) + 2] = doing
+    def note(self, worker: int, word: int, doing: Doing) -> None:
+        """Say what a worker does in an iteration, unless its place was taken by one of another iteration."""
+        if self._words[self._slot(worker)] == word:
+            self._words[self._slot(worker) + 2] = doing
 
     def workers(self, word: int) -> list[tuple[int, int, Doing]]:
         """(worker, process id, what it does) of all that took part in an iteration last."""
@@ -215,7 +238,7 @@ class Block:
 
     @staticmethod
     def _slot(worker: int) -> int:
-        return _HEAD + _FINISHED + _SLOT * worker
+        return _SLOTS + _SLOT * worker
 
 
 class Told(IntEnum):

@@ -216,14 +216,15 @@ class SharedQueueDataset(IterableDataset[Any]):
         """
         self._be_home()
         self._leave(failed=False)
-        word = self._block.expect(iteration_key(session.instance, next(self._iterations)))
+        word = self._block.next_word(iteration_key(session.instance, next(self._iterations)))
         name = pass_name(pass_of(word))
-        joined = session.open(self._plan, self._run, name)
+        joined = session.open(self._plan, self._run or self._block.run, name)
         self._block.name(session.instance)
         self._block.run = joined.keys.run
         crew = Crew(self._plan, session, self._block, self._pipe, word)
         session.admit(crew, name)
         self._source = crew
+        self._block.expect(word)
         return crew
 
     def _be_home(self) -> None:
@@ -256,12 +257,14 @@ class SharedQueueDataset(IterableDataset[Any]):
     def _items_of_process(self) -> Iterator[Any]:
         self._be_home()
         self._leave(failed=False)
-        word = self._block.begin(iteration_key(self._block.instance, next(self._iterations)))
+        word = self._block.next_word(iteration_key(self._block.instance, next(self._iterations)))
         if self._block.finished_before(word):
             raise finished_pass(self.learner_id, pass_of(word))
+        self._block.begin(word)
         session = self._session()
         place = Place(pass_=pass_name(pass_of(word)))
-        feed = Feed(self._plan, session, self._load_of(word), PREFETCH, self._run, place)
+        run = self._run or (None if session.joined else self._block.run)
+        feed = Feed(self._plan, session, self._load_of(word), PREFETCH, run, place)
         self._source = feed
         failed = True
         try:
@@ -270,6 +273,8 @@ class SharedQueueDataset(IterableDataset[Any]):
             failed = False
             self._block.finish(word)
         finally:
+            if session.run is not None:
+                self._block.run = session.run
             if session is self._own_session:
                 self._leave(failed, feed)
             elif failed:
@@ -280,7 +285,9 @@ class SharedQueueDataset(IterableDataset[Any]):
         session = find_session(self.learner_id, own=False)
         if session is None:
             if self._own_session is None:
-                self._own_session = Session(self._mailbox, self.learner_id, _own=True)
+                self._own_session = Session(
+                    self._mailbox, self.learner_id, _own=True, _instance=self._block.instance
+                )
             return self._own_session.__enter__()
         if session.mailbox != self._mailbox:
             bound = f"the mailbox of the entered session of {self.learner_id!r}"

@@ -126,13 +126,14 @@ class Session:
         log_every: float = LOG_EVERY,
         clock: Clock | None = None,
         _own: bool = False,
+        _instance: str | None = None,
     ) -> None:
         seconds: object = log_every
         if not isinstance(seconds, int | float) or not 0 < seconds <= LONGEST_LOG_EVERY:
             bound = f"more than 0 and at most {LONGEST_LOG_EVERY:g} seconds"
             raise InvalidInputError("log_every", log_every, bound, f"pass {LOG_EVERY:g}")
         self.learner_id = learner_label(learner_id)
-        self.instance = new_instance()
+        self.instance = _instance or new_instance()
         self.source = mailbox
         self.mailbox = (
             open_mailbox(mailbox, prove=not _own) if not isinstance(mailbox, str) else open_mailbox(mailbox)
@@ -354,7 +355,8 @@ class Session:
         if pass_ in self._finished:
             raise PassFinishedError(
                 f"learner {self.learner_id!r} has already iterated {pass_ or 'this pass'} of run {self.run} to "
-                'its end; use another mailbox prefix, or run="a-name", to train the plan again'
+                "its end; to train the plan again, set another epoch (dataset.set_epoch), or use another mailbox "
+                'prefix, or run="a-name"'
             )
         self._sources[pass_] = source
 

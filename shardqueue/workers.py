@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from shardqueue.block import Doing, Message, Told, pass_name, pass_of
 from shardqueue.clock import SystemClock
-from shardqueue.errors import PassFinishedError, RunError
+from shardqueue.errors import ClosedError, PassFinishedError, RunError
 from shardqueue.learner import LOG_EVERY, Book, this_process
 from shardqueue.logwriter import LogWriter
 
@@ -37,6 +37,10 @@ logger = logging.getLogger("shardqueue")
 
 FAREWELL = 4.0
 """Seconds for which a worker tries to leave in order: less than a loader gives it before it is terminated."""
+SUPERSEDED = (
+    "another iteration of this dataset has begun, and took over from this one; "
+    "give each loader a SharedQueueDataset of its own"
+)
 PATROL = 0.1
 """Seconds between two looks at the block."""
 
@@ -61,6 +65,7 @@ class LoaderWorker:
 
     Raises:
         PassFinishedError: the pass was iterated to its end before.
+        ClosedError: another iteration has begun since.
     """
 
     def __init__(
@@ -73,6 +78,8 @@ class LoaderWorker:
         self.patrol: float | None = PATROL
         self._block, self._pipe, self._number = block, pipe, number
         self.word, self.tracked = block.join(number, key)
+        if block.is_over(self.word) and not self.left:
+            raise ClosedError(SUPERSEDED)
         self._source: Source | None = None
         self._doing = Doing.CLAIMING
         self._unsent: deque[Message] = deque()
@@ -83,7 +90,7 @@ class LoaderWorker:
         )
         self._writer: LogWriter | None = None
         if block.finished_before(self.word):
-            block.note(number, Doing.STOPPED)
+            block.note(number, self.word, Doing.STOPPED)
             raise finished_pass(learner_id, pass_of(self.word))
 
     @property
@@ -163,10 +170,7 @@ class LoaderWorker:
         """Why the feed must end; also sends what had no room in the pipe."""
         self._send()
         if self._block.is_over(self.word):
-            return (
-                "another iteration of this dataset has begun, and took over from this one; "
-                "give each loader a SharedQueueDataset of its own"
-            )
+            return SUPERSEDED
         parent = multiprocessing.parent_process()
         return "" if parent is None or parent.is_alive() else "the training process is gone"
 
@@ -177,7 +181,7 @@ class LoaderWorker:
         self._doing = Doing.YIELDED if yielded else Doing.ENDED if ended else Doing.STOPPED
         if self._doing is Doing.ENDED:
             self._block.finish(self.word)
-        self._block.note(self._number, self._doing)
+        self._block.note(self._number, self.word, self._doing)
 
     def dismiss(self, source: Source, pass_: str, ended: bool) -> None:  # noqa: ARG002
         """The feed is over."""

@@ -1,0 +1,146 @@
+"""Training processes with loaders of all kinds share the epochs of one dataset: every row once an epoch, by value."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import conftest
+import pytest
+import torch
+from fleet import Fleet
+from learners import until
+from torch.utils.data import DataLoader, TensorDataset
+
+from shardqueue import Session, SharedQueueDataset, Unit, open_mailbox, unit_grid
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+STEPS, LANES, NODES = 60, 2, 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """How the loaders of a run are made."""
+
+    name: str
+    workers: int = 0
+    context: str | None = None
+    persistent: bool = False
+    in_order: bool = True
+    prefetch_factor: int = 2
+    track: bool = True
+    rows: bool = False
+    set_epoch: bool = False
+    epochs: int = 3
+
+
+def load(unit: Unit) -> Iterator[tuple[int, torch.Tensor]]:
+    for step in unit.steps:
+        yield step, torch.tensor([step, unit.lane])
+
+
+def make(case: Case, mailbox: str, rank: int) -> SharedQueueDataset:
+    if not case.rows:
+        return SharedQueueDataset(unit_grid(STEPS, 4, LANES, taper=8), mailbox, load, f"node-{rank}")
+    rows = TensorDataset(torch.arange(STEPS * LANES), torch.arange(STEPS * LANES) * 10)
+    return SharedQueueDataset.from_dataset(
+        rows, mailbox, 7, 2, shuffle=True, seed=3, with_step=True, learner_id=f"node-{rank}"
+    )
+
+
+def values(case: Case, batch: Any) -> list[tuple[int, ...]]:
+    if not case.rows:
+        return [tuple(batch.tolist())]
+    return list(zip(*(part.tolist() for part in batch), strict=True))
+
+
+def train(rank: int, case: Case, mailbox: str) -> list[list[tuple[int, ...]]]:
+    """Train all epochs; what was trained in each."""
+    dataset = make(case, mailbox, rank)
+    options: dict[str, Any] = {}
+    if case.workers:
+        options = {
+            "multiprocessing_context": case.context,
+            "persistent_workers": case.persistent,
+            "prefetch_factor": case.prefetch_factor,
+            "in_order": case.in_order,
+        }
+    loader: Any = DataLoader(dataset, batch_size=None, num_workers=case.workers, **options)
+    epochs: list[list[tuple[int, ...]]] = []
+    session = Session(mailbox, f"node-{rank}") if case.track else None
+    with session or nullcontext():
+        for epoch in range(case.epochs):
+            if case.set_epoch:
+                dataset.set_epoch(epoch)
+            seen: list[tuple[int, ...]] = []
+            for step, batch in session.track(loader) if session else loader:
+                if not (seen or epochs):
+                    until(lambda: joined(mailbox) == NODES)
+                assert step.pass_ == (f"e{epoch}" if epoch else "")
+                seen += values(case, batch)
+                if session:
+                    session.step(samples=1)
+            epochs.append(seen)
+    del loader
+    gc.collect()
+    return epochs
+
+
+def joined(mailbox: str) -> int:
+    """Learners that have a log; none goes on to its second batch before all have."""
+    return len({key.split("/")[1] for key in open_mailbox(mailbox, prove=False).list("learners/")})
+
+
+def whole(case: Case) -> Counter[tuple[int, ...]]:
+    if case.rows:
+        return Counter((row, row * 10) for row in range(STEPS * LANES))
+    return Counter((step, lane) for step in range(STEPS) for lane in range(LANES))
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Fleet]:
+    fleet = Fleet(NODES)
+    conftest.lasting |= fleet.pids
+    yield fleet
+    fleet.close()
+    conftest.lasting -= fleet.pids
+
+
+CASES = [
+    Case("no workers"),
+    Case("no workers, plain", track=False),
+    Case("no workers, rows", rows=True, set_epoch=True),
+    Case("fork", 2, "fork"),
+    Case("fork, plain", 2, "fork", track=False),
+    Case("fork, plain, set_epoch", 2, "fork", track=False, set_epoch=True),
+    Case("fork, persistent", 2, "fork", persistent=True),
+    Case("fork, persistent, plain, rows", 2, "fork", persistent=True, track=False, rows=True),
+    Case("fork, out of order", 3, "fork", in_order=False, prefetch_factor=4),
+    Case("fork, rows, set_epoch", 2, "fork", rows=True, set_epoch=True),
+    Case("spawn, persistent", 2, "spawn", persistent=True),
+    Case("spawn, persistent, plain, rows", 2, "spawn", persistent=True, track=False, rows=True),
+]
+LONG = [
+    Case("spawn", 2, "spawn"),
+    Case("spawn, plain, rows", 2, "spawn", track=False, rows=True),
+    Case("forkserver", 2, "forkserver"),
+    Case("forkserver, persistent, plain", 2, "forkserver", persistent=True, track=False),
+]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.name) for case in CASES]
+    + [pytest.param(case, id=case.name, marks=pytest.mark.full) for case in LONG],
+)
+def test_every_row_once_an_epoch(case: Case, fleet: Fleet, tmp_path: Path) -> None:
+    trained = fleet.run(train, case, str(tmp_path / "queue"))
+    for epoch in range(case.epochs):
+        together = Counter(row for node in trained for row in node[epoch])
+        assert together == whole(case), f"epoch {epoch}"
