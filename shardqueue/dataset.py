@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from shardqueue.block import WORDS, WORKERS, Block, Pipe, iteration_key, pass_name, pass_of
+from shardqueue.block import WORDS, WORKERS, Block, Doing, Pipe, iteration_key, pass_name, pass_of
 from shardqueue.crew import Crew
 from shardqueue.errors import ClosedError, InvalidInputError
 from shardqueue.feed import Feed, Place
@@ -218,6 +218,8 @@ class SharedQueueDataset(IterableDataset[Any]):
         self._leave(failed=False)
         word = self._block.next_word(iteration_key(session.instance, next(self._iterations)))
         name = pass_name(pass_of(word))
+        if any(doing is Doing.CLAIMING for _, _, doing in self._block.workers(self._block.current)):
+            session.adopt(self._block.instance)
         joined = session.open(self._plan, self._run or self._block.run, name)
         self._block.name(session.instance)
         self._block.run = joined.keys.run

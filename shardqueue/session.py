@@ -316,6 +316,11 @@ class Session:
 
     # -- for datasets ------------------------------------------------------------------------------------
 
+    def adopt(self, instance: str) -> None:
+        """Loader workers of this process claim already: be the same learner as they, unless the log has begun."""
+        if self.joined is None:
+            self.instance = self._book.instance = instance
+
     def open(self, plan: Plan, run: str | None, pass_: str) -> Joined:
         """Agree on the run before anybody claims in it, and begin the log.
 
