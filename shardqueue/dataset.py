@@ -31,7 +31,7 @@ from shardqueue.learner import learner_label, new_instance
 from shardqueue.mailbox import open_mailbox
 from shardqueue.plan import Plan, check_identifier
 from shardqueue.rows import RowBatches, check_rows
-from shardqueue.session import Session, find_session
+from shardqueue.session import Session, find_session, warn_of_another_session
 from shardqueue.tracking import register
 from shardqueue.units import check_count, check_int, unit_ranges
 from shardqueue.workers import LoaderWorker, finished_pass
@@ -286,6 +286,7 @@ class SharedQueueDataset(IterableDataset[Any]):
         """The entered session of this learner, or one of our own."""
         session = find_session(self.learner_id, own=False)
         if session is None:
+            warn_of_another_session(self.learner_id)
             if self._own_session is None:
                 self._own_session = Session(
                     self._mailbox, self.learner_id, _own=True, _instance=self._block.instance

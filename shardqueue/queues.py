@@ -7,15 +7,14 @@ A thin shell: it checks what the user gave, finds the entered session of the sam
 from __future__ import annotations
 
 import os
-import warnings
 from typing import TYPE_CHECKING, Any, Self
 
-from shardqueue.errors import ClosedError, InvalidInputError, PassFinishedError, ShardQueueWarning
+from shardqueue.errors import ClosedError, InvalidInputError, PassFinishedError
 from shardqueue.feed import Feed
 from shardqueue.learner import learner_label
 from shardqueue.mailbox import open_mailbox
 from shardqueue.plan import Plan, check_identifier
-from shardqueue.session import Session, find_session, session_of_this_thread
+from shardqueue.session import Session, find_session, warn_of_another_session
 from shardqueue.units import Step, check_int
 
 if TYPE_CHECKING:
@@ -87,7 +86,7 @@ class SharedQueue:
 
     def _own_session(self) -> Session:
         mailbox = open_mailbox(self._mailbox)
-        _warn_of_another_session(self._learner_id)
+        warn_of_another_session(self._learner_id)
         older = find_session(self._learner_id, own=True)
         if older is not None and older.mailbox == mailbox:
             older.replace()
@@ -158,14 +157,3 @@ def shared_queue(
         RunFinishedError, PlanMismatchError: while iterating, when the run cannot be joined.
     """
     return SharedQueue(units, mailbox, learner_id, load, prefetch, run)
-
-
-def _warn_of_another_session(learner: str) -> None:
-    other = session_of_this_thread()
-    if other is not None and other.learner_id != learner:
-        warnings.warn(
-            f"the entered session is of learner id {other.learner_id!r}, the queue of {learner!r}: the session will "
-            "know nothing of its batches, and step() decides nothing; give both one learner_id",
-            ShardQueueWarning,
-            stacklevel=5,
-        )

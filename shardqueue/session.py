@@ -178,9 +178,12 @@ class Session:
         global_step = None if global_step is None else check_count("global_step", global_step)
         self._check_open()
         with self.lock:
+            first = not self._stepped
             self._stepped, self._implicit = True, False
-            self._train(samples, global_step)
+            trained = self._train(samples, global_step)
         self._tell()
+        if first and not trained:
+            self._warn_untracked()
 
     def track(self, loader: Iterable[T]) -> Iterator[T]:
         """Yield what `loader` yields, noting what really reached the loop.
@@ -234,6 +237,17 @@ class Session:
             source.tracked = True
             with self.lock:
                 self._book.drop(pass_)
+
+    def _warn_untracked(self) -> None:
+        from shardqueue.tracking import datasets_of_session
+
+        if datasets_of_session(self):
+            warnings.warn(
+                "session.step() found no batch: what a loader's workers hand out is seen only where the loop goes "
+                "through the session; write `for step, batch in session.track(loader)`",
+                ShardQueueWarning,
+                stacklevel=3,
+            )
 
     def _warn_begun_before(self) -> None:
         if self._told_begun_before:
@@ -588,4 +602,15 @@ class _Entered:
 
 _entered = _Entered()
 find_session = _entered.find
-session_of_this_thread = _entered.here
+
+
+def warn_of_another_session(learner: str) -> None:
+    """Say that the session entered in this thread is not the one of the queue that begins."""
+    other = _entered.here()
+    if other is not None and other.learner_id != learner:
+        warnings.warn(
+            f"the entered session is of learner id {other.learner_id!r}, the queue of {learner!r}: the session will "
+            "know nothing of its batches, and step() decides nothing; give both one learner_id",
+            ShardQueueWarning,
+            stacklevel=5,
+        )

@@ -6,7 +6,7 @@ from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Protocol
 from weakref import WeakSet
 
-from shardqueue.errors import LoadError
+from shardqueue.errors import InvalidInputError, LoadError
 from shardqueue.units import Step
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ DEPTH = 3
 
 class Trackable(Protocol):
     """A dataset whose loader workers claim in the name of a session."""
+
+    learner_id: str
 
     def belongs_to(self, session: Session) -> bool:
         """Whether this is the session's learner, and its mailbox."""
@@ -38,14 +40,29 @@ register = _known.add
 def datasets_of(loader: object, session: Session) -> list[Trackable]:
     """The datasets whose workers `loader` will start in the name of `session`.
 
-    Of a `DataLoader` that is its own dataset, if it has workers. What else a loader may be, a wrapper say, cannot be
-    looked into: then it is every dataset of the session's learner in this process.
+    Of a `DataLoader` that is its own dataset, if it has workers. What else there may be, a wrapper of the loader or
+    of the dataset, cannot be looked into: then it is every dataset of the session's learner in this process.
+
+    Raises:
+        InvalidInputError: the loader's dataset is another learner's, or in another mailbox.
     """
-    if getattr(loader, "num_workers", None) == 0 or loader in _known:
+    inside = getattr(loader, "dataset", None)
+    own = next((known for known in list(_known) if known is loader or known is inside), None)
+    if own is not None and not own.belongs_to(session):
+        raise InvalidInputError(
+            "loader",
+            loader,
+            f"of the session's learner {session.learner_id!r} and mailbox (its dataset is of {own.learner_id!r})",
+            "give the dataset and the session the same learner_id and mailbox",
+        )
+    if own is loader or getattr(loader, "num_workers", None) == 0:
         return []
-    dataset = getattr(loader, "dataset", None)
-    known = [dataset] if dataset in _known else list(_known) if dataset is None else []
-    return [dataset for dataset in known if dataset is not None and dataset.belongs_to(session)]
+    return [own] if own is not None else datasets_of_session(session)
+
+
+def datasets_of_session(session: Session) -> list[Trackable]:
+    """The datasets in this process that are the session's learner's."""
+    return [dataset for dataset in list(_known) if dataset.belongs_to(session)]
 
 
 def steps_in(item: object) -> list[Step]:

@@ -571,6 +571,49 @@ def test_a_loader_begun_before_track_is_said(queue: str) -> None:
             session.step()
 
 
+@pytest.mark.parametrize("workers", WORKERS)
+def test_track_refuses_the_loader_of_another_learner(queue: str, tmp_path: Path, workers: int) -> None:
+    units = unit_grid(4, 2)
+    with Session(queue, "a") as session:
+        for dataset in (
+            SharedQueueDataset(units, queue, load, "b"),
+            SharedQueueDataset(units, tmp_path / "other", load, "a"),
+        ):
+            with pytest.raises(InvalidInputError, match="same learner_id and mailbox"):
+                next(iter(session.track(loader_of(dataset, workers))))
+
+
+def test_a_step_without_track_is_said(queue: str) -> None:
+    dataset = SharedQueueDataset(unit_grid(4, 2), queue, load)
+    with Session(queue) as session, pytest.warns(ShardQueueWarning, match=r"session.track\(loader\)"):
+        for _ in loader_of(dataset, 1):
+            session.step()
+
+
+class Doubled(IterableDataset[Any]):
+    """A dataset around the dataset, as programs have them."""
+
+    def __init__(self, inner: SharedQueueDataset) -> None:
+        self.inner = inner
+
+    def __iter__(self) -> Iterator[Any]:
+        for step, batch in self.inner:
+            yield step, batch * 2
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_a_wrapped_dataset_is_tracked(queue: str, workers: int) -> None:
+    units = unit_grid(20, 4)
+    loader = loader_of(Doubled(SharedQueueDataset(units, queue, load)), workers)
+    with Session(queue) as session:
+        trained = [(step // 2, lane // 2) for step, lane in drain(loader, session, most=6)]
+    assert (
+        sum(span.end - span.begin for span in last_page(open_mailbox(queue), session.learner_id).trained) == 6
+    )
+    rest = drain(loader_of(SharedQueueDataset(units, queue, load, "other", run="1")))
+    assert Counter(trained + rest) == whole(units)
+
+
 def random_state(unit: Unit) -> Iterator[tuple[int, torch.Tensor]]:
     info = get_worker_info()
     assert info is not None
