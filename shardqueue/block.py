@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import struct
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from enum import IntEnum
 from hashlib import blake2b
 from typing import TYPE_CHECKING
@@ -36,7 +36,7 @@ _SLOT = 4
 WORDS = _SLOTS + _SLOT * WORKERS
 """Words of a block."""
 _OWNER, _INSTANCE, _EPOCH, _RUN, _TRACKED, _LEFT, _CURRENT, _BEGINS, _FINISHES = range(_HEAD)
-_MESSAGE = struct.Struct("<5q")
+_MESSAGE = struct.Struct("<6q")
 
 
 class Doing(IntEnum):
@@ -244,9 +244,13 @@ class Block:
 class Told(IntEnum):
     """What a message tells of a claim."""
 
-    CLAIMED = 1
+    ASKED = 1
+    """It is about to be asked for; `value` is the batch at which it would begin."""
+    LOST = 2
+    """It is somebody else's."""
+    CLAIMED = 3
     """It is proven; `value` is the batch at which it begins."""
-    SIZED = 2
+    SIZED = 4
     """`value` is the number of its batches."""
 
 
@@ -254,6 +258,7 @@ class Told(IntEnum):
 class Message:
     """One event of a claim, from the worker that made it."""
 
+    worker: int
     word: int
     told: Told
     position: int
@@ -275,7 +280,7 @@ class Pipe:
 
     def send(self, message: Message) -> bool:
         """Send a message; False when there is no room now."""
-        data = _MESSAGE.pack(message.word, message.told, message.position, message.attempt, message.value)
+        data = _MESSAGE.pack(*astuple(message))
         with suppress(BrokenPipeError):
             try:
                 os.write(self._writer.fileno(), data)
@@ -288,6 +293,6 @@ class Pipe:
         found: list[Message] = []
         with suppress(BlockingIOError):
             while data := os.read(self._reader.fileno(), 1000 * _MESSAGE.size):
-                for word, told, *rest in _MESSAGE.iter_unpack(data):
-                    found.append(Message(word, Told(told), *rest))
+                for worker, word, told, *rest in _MESSAGE.iter_unpack(data):
+                    found.append(Message(worker, word, Told(told), *rest))
         return found

@@ -174,6 +174,8 @@ class Claims:
         self._nonce, self._scans = nonce, scans
         self._won: list[Claim] = []
         self._proven: list[Claim] = []
+        self._asked: list[Claim] = []
+        self._lost: list[Claim] = []
         self._twins: list[LogPage] = []
         self._peers: set[tuple[str, str]] = set()
         self._gone: set[tuple[str, str]] = set()
@@ -256,6 +258,16 @@ class Claims:
         """Claims won since the last call, to be loaded in this order."""
         won, self._won = self._won, []
         return won
+
+    def take_asked(self) -> list[Claim]:
+        """Claims whose creation was asked for since the last call."""
+        asked, self._asked = self._asked, []
+        return asked
+
+    def take_lost(self) -> list[Claim]:
+        """Claims found to be others' since the last call."""
+        lost, self._lost = self._lost, []
+        return lost
 
     def take_proven(self) -> list[Claim]:
         """Claims whose read-back agreed since the last call."""
@@ -405,6 +417,7 @@ class Claims:
         self.window.claimed(position)
         self._weigh(claim)
         self._asking[claim] = None
+        self._asked.append(claim)
         self.asks.ask(PutIfAbsent(claim.key, claim.data), partial(self._created, claim))
         return claim.size
 
@@ -433,6 +446,7 @@ class Claims:
             self._meet_when_due()
             return
         claim.state = State.LOST
+        self._lost.append(claim)
         self._weigh(claim)
         self._wanting = claim.decided if self._wanting is None else min(claim.decided, self._wanting)
         self._known_attempts.add((claim.identifier, claim.attempt))

@@ -2,10 +2,10 @@
 
 The workers claim; what is trained is known here. So this side keeps account of every claim they tell of, and gives
 back what was not trained when the loop is left: first the workers are stopped, then the records are written. A worker
-that was killed is given back for like the others. What it had claimed and not told is lost.
+that was killed is given back for like the others; what it had just asked for is looked up in the mailbox.
 
-It is a `session.Source`. Messages of the workers are read whenever something is asked of it; nothing here waits but
-`close`.
+It is a `session.Source`. A thread of its own reads the pipe and gives back, because the main thread may be
+interrupted anywhere: by Ctrl-C, and by torch, which raises there at the moment a worker dies.
 """
 
 from __future__ import annotations
@@ -16,31 +16,34 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardqueue.block import Doing, Told, pass_name, pass_of
-from shardqueue.errors import ClosedError
+from shardqueue.errors import ClosedError, ShardQueueError
 from shardqueue.farewell import Returned, offer, say
 from shardqueue.learner import is_running
 from shardqueue.mailbox.calls import PutIfAbsent
-from shardqueue.records import BackRecord
+from shardqueue.records import BackRecord, ClaimRecord
 
 if TYPE_CHECKING:
     from shardqueue.block import Block, Message, Pipe
     from shardqueue.plan import Plan
+    from shardqueue.records import PassKeys
     from shardqueue.session import Session
     from shardqueue.units import Step
 
 logger = logging.getLogger("shardqueue")
 
+HEAR_EVERY = 0.05
+"""Seconds between two readings of the pipe."""
 LOOK_EVERY = 0.005
 """Seconds between two looks whether the workers have stopped."""
 
 
 @dataclass(slots=True)
 class Held:
-    """A claim that is not known to be trained whole. Batches count from the unit's first."""
+    """A claim of ours that is not known to be trained whole. Batches count from the unit's first."""
 
     identifier: str
     attempt: int
-    begin: int | None = None
+    begin: int = 0
     end: int | None = None
     done: int = 0
     unclear: int = 0
@@ -67,8 +70,12 @@ class Crew:
         self._block, self._pipe, self._word = block, pipe, word
         self._pass = pass_name(pass_of(word))
         self._held: dict[tuple[str, int], Held] = {}
+        self._asked: dict[tuple[int, str, int], int] = {}
         self._lock = threading.RLock()
         self._closed = self._manned = False
+        self._failed = False
+        self._leaving = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="shardqueue-crew", daemon=True)
 
     @property
     def manned(self) -> bool:
@@ -78,14 +85,14 @@ class Crew:
 
     @property
     def grade(self) -> int | None:
-        """The session knows how fast its loop is; this is asked before each log, so it is a time to hear."""
-        self._hear()
+        """None: the session times its own loop."""
         return None
 
     def trained(self, step: Step) -> None:
         """One batch that reached the loop is trained."""
-        self._hear()
         with self._lock:
+            if self._thread.ident is None and not self._closed:  # not before the workers are started
+                self._thread.start()
             held = self._find(step.unit, step.attempt)
             held.done = max(held.done, step.index + 1)
             self._settle(held)
@@ -100,20 +107,33 @@ class Crew:
 
     def close(self, failed: bool) -> None:
         """Stop the workers, and give back what was claimed and not trained."""
-        if self._closed:
-            return
-        self._closed = True
-        by = self._session.clock.monotonic() + self._session.farewell
+        with self._lock:
+            if self._closed:
+                return
+            self._closed, self._failed = True, failed
+            if self._thread.ident is None:
+                self._thread.start()
         self.stop()
-        ended = self.drained and self._ended()
-        self._session.settle(failed, ended)
+        self._session.settle(failed, self._ended)
+        self._leaving.set()
         try:
-            self._wait(by)
-            self._give_back("error" if failed else "early", by)
+            self._thread.join()
+        except KeyboardInterrupt:
+            raise
+        except BaseException:
+            self._thread.join()
+            raise
         finally:
-            self._session.dismiss(self, self._pass, ended)
+            self._session.dismiss(self, self._pass, self._ended)
 
     # -- inside ------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while not self._leaving.wait(HEAR_EVERY):
+            self._hear()
+        by = self._session.clock.monotonic() + self._session.farewell
+        self._wait(by)
+        self._give_back("error" if self._failed else "early", by)
 
     def _hear(self) -> None:
         with self._lock:
@@ -122,13 +142,19 @@ class Crew:
                     self._note(message)
 
     def _note(self, message: Message) -> None:
-        held = self._find(self._plan.identifier(message.position), message.attempt)
-        if message.told is Told.CLAIMED:
-            held.begin = message.value
+        claim = self._plan.identifier(message.position), message.attempt
+        if message.told is Told.ASKED:
+            self._asked[message.worker, *claim] = message.value
+        elif message.told is Told.LOST:
+            self._asked.pop((message.worker, *claim), None)
+        elif message.told is Told.CLAIMED:
+            held = self._find(*claim)
+            held.begin = self._asked.pop((message.worker, *claim), message.value)
             self._session.claimed(self._pass, held)
-        elif held.begin is not None:
+        else:
+            held = self._find(*claim)
             held.end = held.begin + message.value
-        self._settle(held)
+            self._settle(held)
 
     def _find(self, identifier: str, attempt: int) -> Held:
         return self._held.setdefault((identifier, attempt), Held(identifier, attempt))
@@ -138,9 +164,10 @@ class Crew:
             del self._held[held.identifier, held.attempt]
             self._session.released(self._pass, held)
 
+    @property
     def _ended(self) -> bool:
         doing = {doing for _, _, doing in self._block.workers(self._word)}
-        return Doing.ENDED in doing and doing <= {Doing.ENDED, Doing.YIELDED}
+        return self.drained and Doing.ENDED in doing and doing <= {Doing.ENDED, Doing.YIELDED}
 
     def _wait(self, by: float) -> None:
         """Until no worker claims any more, and all have told what they had claimed."""
@@ -171,10 +198,10 @@ class Crew:
                 held = self._find(step.unit, step.attempt)
                 held.unclear += 1
                 held.done = max(held.done, step.index + 1)
-            kept = [held for held in self._held.values() if held.begin is not None]
-            self._held = {}
-        keys = session.joined.keys.pass_keys(self._pass)
-        begins = [max(held.begin or 0, held.done) for held in kept]
+            keys = session.joined.keys.pass_keys(self._pass)
+            self._find_claims_of_the_dead(keys)
+            kept, self._held = list(self._held.values()), {}
+        begins = [max(held.begin, held.done) for held in kept]
         calls = [
             PutIfAbsent(keys.back(held.identifier, held.attempt), self._record(begin, why))
             for held, begin in zip(kept, begins, strict=True)
@@ -188,6 +215,20 @@ class Crew:
             session.released(self._pass, held)
         if self.returned:
             logger.warning("%s left early: %s", session.learner_id, say(self.returned))
+
+    def _find_claims_of_the_dead(self, keys: PassKeys) -> None:
+        """A worker that was killed may have made a claim before it could say so."""
+        for (worker, identifier, attempt), begin in self._asked.items():
+            key = keys.claim(identifier, attempt)
+            try:
+                data = self._session.mailbox.get(key)
+                record = None if data is None else ClaimRecord.decode(data, key)
+            except ShardQueueError as error:
+                logger.warning("%s may be ours, and is not given back: %s", key, error)
+                continue
+            if record and (record.instance, record.worker) == (self._session.instance, str(worker)):
+                self._find(identifier, attempt).begin = begin
+        self._asked = {}
 
     def _record(self, begin: int, why: str) -> bytes:
         session = self._session

@@ -113,6 +113,14 @@ class Host(Protocol):
         """The run is agreed on. Return whether the log is written already; if not, `logged` is called later."""
         ...
 
+    def asked(self, pass_: str, claim: Claim) -> None:
+        """An attempt at a unit is about to be asked for."""
+        ...
+
+    def lost(self, pass_: str, claim: Claim) -> None:
+        """An attempt that was asked for is somebody else's."""
+        ...
+
     def claimed(self, pass_: str, claim: Claim) -> None:
         """An attempt at a unit is ours."""
         ...
@@ -463,7 +471,10 @@ class Feed:
             self._stop()
         may_claim = machine is self._opening or self._logged or now >= self._log_by
         if may_claim:
-            for ask in machine.poll(now):
+            asks = machine.poll(now)
+            for claim in self._claims.take_asked() if self._claims is not None else ():
+                self._host.asked(self._pass, claim)
+            for ask in asks:
                 self._pool.submit(self._perform, machine, ask)
         if self._opening is not None and self._claims is None and self._opening.joined is not None:
             self._begin(self._opening.joined, late=self._opening.joined.late)
@@ -531,6 +542,8 @@ class Feed:
 
     def _hear(self, machine: Opening | Claims) -> None:
         if isinstance(machine, Claims):
+            for claim in machine.take_lost():
+                self._host.lost(self._pass, claim)
             for claim in machine.take_proven():
                 self._host.claimed(self._pass, claim)
                 self._settle(machine, claim)

@@ -402,6 +402,12 @@ class Session:
                 self._writer = LogWriter(self, self.mailbox, joined.keys, self._log_every, self.clock)
             return self._writer.start(logged)
 
+    def asked(self, pass_: str, claim: Attempt) -> None:
+        """An attempt at a unit is about to be asked for."""
+
+    def lost(self, pass_: str, claim: Attempt) -> None:
+        """An attempt that was asked for is somebody else's."""
+
     def claimed(self, pass_: str, claim: Attempt) -> None:
         """An attempt at a unit is ours."""
         with self.lock:

@@ -135,6 +135,14 @@ class LoaderWorker:
             )
         self._block.run = joined.keys.run
 
+    def asked(self, pass_: str, claim: Claim) -> None:  # noqa: ARG002
+        """An attempt at a unit is about to be asked for: told before, so that it is known if we are killed."""
+        self._tell(Told.ASKED, claim, claim.begin)
+
+    def lost(self, pass_: str, claim: Claim) -> None:  # noqa: ARG002
+        """An attempt that was asked for is somebody else's."""
+        self._tell(Told.LOST, claim, 0)
+
     def claimed(self, pass_: str, claim: Claim) -> None:
         """An attempt at a unit is ours."""
         self._book.claim((pass_, claim.identifier, claim.attempt))
@@ -204,7 +212,7 @@ class LoaderWorker:
 
     def _tell(self, told: Told, claim: Claim, value: int) -> None:
         if self.tracked:
-            self._unsent.append(Message(self.word, told, claim.position, claim.attempt, value))
+            self._unsent.append(Message(self._number, self.word, told, claim.position, claim.attempt, value))
             self._send()
 
     def _send(self) -> bool:

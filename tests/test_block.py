@@ -136,6 +136,7 @@ def test_names_and_numbers() -> None:
 
 messages = st.builds(
     Message,
+    worker=st.integers(0, 255),
     word=st.integers(0, 2**62),
     told=st.sampled_from(Told),
     position=st.integers(0, 2**60),
@@ -159,11 +160,11 @@ def test_a_full_pipe_refuses_and_loses_nothing() -> None:
     reader, writer = multiprocessing.Pipe(duplex=False)
     pipe = Pipe(reader, writer)
     sent = 0
-    while pipe.send(Message(1, Told.CLAIMED, sent, 0, 0)):
+    while pipe.send(Message(0, 1, Told.CLAIMED, sent, 0, 0)):
         sent += 1
     assert sent > 100
     assert [message.position for message in pipe.receive()] == list(range(sent))
-    assert pipe.send(Message(1, Told.SIZED, 0, 0, 0))
+    assert pipe.send(Message(0, 1, Told.SIZED, 0, 0, 0))
     reader.close()
-    assert pipe.send(Message(1, Told.SIZED, 0, 0, 0)), "nobody is left to be told"
+    assert pipe.send(Message(0, 1, Told.SIZED, 0, 0, 0)), "nobody is left to be told"
     writer.close()

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from importlib.metadata import version
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from shardqueue.cli import main
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["--version"], []])
@@ -24,7 +22,7 @@ try:
     code = main({arguments})
 except SystemExit as exit:
     code = exit.code
-print(code or 0, [name for name in ("torch", "lightning", "fsspec", "rich") if name in sys.modules])
+print(code or 0, [name for name in ("torch", "lightning", "fsspec", "rich", "matplotlib") if name in sys.modules])
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ended.stdout.splitlines()[-1] == "0 []"
@@ -66,6 +64,44 @@ def test_an_error_is_one_line_on_stderr_and_2(tmp_path: Path, capsys: pytest.Cap
     assert captured.out == ""
     assert captured.err.startswith("shardqueue: json=")
     assert captured.err.count("\n") == 1
+
+
+def test_wrong_speeds_are_told_before_anything_heavy_is_imported() -> None:
+    code = """
+import sys
+from shardqueue.cli import main
+print(main(["demo", "--nodes", "1,fast"]), "torch" in sys.modules)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout == "2 False\n"
+    assert ended.stderr.startswith(
+        "shardqueue: nodes='fast': nodes must be numbers with commas between; pass "
+    )
+    assert ended.stderr.count("\n") == 1
+
+
+def test_every_option_of_the_demo_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardqueue.demo import stage
+    from shardqueue.demo.options import FULL, QUICK, mixed
+
+    calls: list[tuple[object, ...]] = []
+
+    def run(options: object, file: object, *, png: object, mailbox: object) -> int:
+        calls.append((options, file, png, mailbox))
+        return 7
+
+    monkeypatch.setattr(stage, "run", run)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert main(["demo"]) == 7
+        files = ["--json", str(tmp_path / "a"), "--png", str(tmp_path / "b"), "--mailbox", "s3://c/d"]
+        assert main(["demo", "--quick", "--nodes", "2,1", "--slowdown", *files]) == 7
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert calls == [
+        (FULL, Path("shardqueue-demo.json"), None, None),
+        (mixed(QUICK, (2.0, 1.0), slows=True), tmp_path / "a", tmp_path / "b", "s3://c/d"),
+    ]
 
 
 def test_it_runs_as_a_module() -> None:

@@ -6,6 +6,7 @@ import gc
 import os
 import pickle
 import signal
+import threading
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 Value = tuple[int, int]
 WORKERS = [0, 2]
+FAILING_WORKERS = [0, 1]
+"""torch takes five seconds to end each worker of a loader that raised."""
 
 
 def load(unit: Unit) -> Iterator[tuple[int, torch.Tensor]]:
@@ -213,7 +216,7 @@ def test_a_killed_worker_takes_at_most_its_own_units(queue: str, track: bool) ->
     trained: list[Value] = []
     loader = loader_of(SharedQueueDataset(units, queue, load_with_pid, "a"), 2)
     session = Session(queue, "a")
-    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+    with pytest.raises(RuntimeError, match="killed by signal"):
         if track:
             with session:
                 kill_one(session.track(loader), session, trained)
@@ -223,29 +226,31 @@ def test_a_killed_worker_takes_at_most_its_own_units(queue: str, track: bool) ->
     gc.collect()
     rest = drain(loader_of(SharedQueueDataset(units, queue, load, "b", run="1"), 2))
     together = Counter(trained + rest)
-    assert set(together.values()) == {1}
+    assert set(together.values()) == {1}, "at most once"
     if track:
         assert together == whole(units), "the session gave back for the dead"
 
 
-def load_with_pid(unit: Unit) -> Iterator[tuple[int, torch.Tensor]]:
+def load_with_pid(unit: Unit) -> Iterator[tuple[int, tuple[int, int, int]]]:
+    """No tensors: the memory of a killed worker's dies with it, and torch's error then depends on the moment."""
     for step in unit.steps:
-        yield step, torch.tensor([step, unit.lane, os.getpid()])
+        yield step, (step, unit.lane, os.getpid())
 
 
 def kill_one(items: Any, session: Session | None, trained: list[Value]) -> None:
     for _, batch in items:
-        trained.append(value(batch))
+        trained.append((batch[0], batch[1]))
         if session:
             session.step()
         if len(trained) == 10:
             os.kill(int(batch[2]), signal.SIGKILL)
+            threading.Event().wait(10)  # torch raises here; anywhere else would blur what was trained
 
 
 # -- epochs ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("workers", FAILING_WORKERS)
 @pytest.mark.parametrize("track", [True, False])
 def test_a_finished_epoch_is_not_iterated_again(queue: str, workers: int, track: bool) -> None:
     units = unit_grid(10, 2)
@@ -283,14 +288,14 @@ def test_counted_epochs_go_on_after_a_break(queue: str, workers: int, track: boo
     assert open_mailbox(queue).list("e1/units/")
 
 
-@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("workers", FAILING_WORKERS)
 def test_a_finished_run_is_an_error_for_the_next_process(queue: str, workers: int) -> None:
     drain(loader_of(SharedQueueDataset(unit_grid(6, 2), queue, load, "a"), workers))
     with pytest.raises(RunFinishedError):
         drain(loader_of(SharedQueueDataset(unit_grid(6, 2), queue, load, "b"), workers))
 
 
-@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("workers", FAILING_WORKERS)
 def test_a_later_iteration_closes_the_one_before(queue: str, workers: int) -> None:
     dataset = SharedQueueDataset(unit_grid(400, 4), queue, load, "a")
     first = iter(loader_of(dataset, workers))
@@ -362,7 +367,7 @@ def test_track_wants_the_step(queue: str) -> None:
 # -- wrong use ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("workers", FAILING_WORKERS)
 def test_a_loader_that_batches_is_refused(queue: str, workers: int) -> None:
     dataset = SharedQueueDataset(unit_grid(4, 2), queue, load)
     for options in ({}, {"batch_size": 3}):
@@ -464,7 +469,7 @@ def failing(unit: Unit, at: int) -> Iterator[tuple[int, torch.Tensor]]:
         yield step, batch
 
 
-@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("workers", FAILING_WORKERS)
 def test_an_error_of_load_comes_after_the_batches_before_it(queue: str, workers: int) -> None:
     units = unit_grid(30, 30, taper=False)
     loader = loader_of(SharedQueueDataset(units, queue, partial(failing, at=9), "a"), workers)
@@ -477,7 +482,7 @@ def test_an_error_of_load_comes_after_the_batches_before_it(queue: str, workers:
     assert given_back(open_mailbox(queue)) == {("000000-0.json", 0): 9}
 
 
-@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("workers", FAILING_WORKERS)
 def test_what_load_yields_is_checked(queue: str, workers: int) -> None:
     dataset = SharedQueueDataset(unit_grid(2, 1), queue, yields_no_pairs)
     with pytest.raises(LoadError, match=r"\(step, batch\) pairs"):

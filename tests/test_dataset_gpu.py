@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from shardqueue import Session, SharedQueueDataset, Step, Unit, unit_grid
 
@@ -51,7 +51,9 @@ class Plain(IterableDataset[Any]):
     """The same batches without a queue."""
 
     def __iter__(self) -> Iterator[Any]:
-        for unit in UNITS.values():
+        worker = get_worker_info()
+        assert worker is not None
+        for unit in list(UNITS.values())[worker.id :: worker.num_workers]:
             yield from load(unit)
 
 

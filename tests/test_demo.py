@@ -1,4 +1,4 @@
-"""The demo: its arithmetic on written documents, its text, its model, and real processes."""
+"""The demo: its arithmetic on paper and on written documents, its pictures in text, and real processes."""
 
 from __future__ import annotations
 
@@ -6,24 +6,37 @@ import io
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
+import time
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from rich.console import Console
 
-from shardqueue.demo import FULL, QUICK, Options, report, run
-from shardqueue.demo.document import Document, Record, encode, ratios, verdict
+from shardqueue.demo import arithmetic, live, node, picture, report, timeline
+from shardqueue.demo.document import Document, Record, computed, encode, ratios, verdict
 from shardqueue.demo.fleet import Fleet, NodeFailedError
 from shardqueue.demo.model import Replica, learning_rate
 from shardqueue.demo.node import Shared
+from shardqueue.demo.options import FULL, QUICK, Options, labels, mixed, read_speeds, shown_speed
+from shardqueue.demo.stage import run
 from shardqueue.demo.text import HELD_OUT_EVERY, loader, read_corpus, windows
-from shardqueue.errors import InvalidInputError, ShardQueueError
+from shardqueue.errors import InvalidInputError, MailboxError, ShardQueueError
+from shardqueue.simulate import Node
 from shardqueue.units import Unit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from conftest import S3Server
 
 TINY = Options(steps=6, unit_steps=2, speeds=(1.0, 0.5), batch_seconds=0.01, sequences=2, context=16)
 
@@ -53,6 +66,8 @@ def document() -> Document:
         "machine": {},
         "batch_seconds": 1.0,
         "speeds": {"A": 1.0, "B": 0.5},
+        "slowdown": None,
+        "mailbox": None,
         "units": {
             "u0": {"first": 0, "count": 2, "lane": 0, "lanes": 2},
             "u1": {"first": 0, "count": 2, "lane": 1, "lanes": 2},
@@ -76,6 +91,7 @@ def test_ratios_come_from_the_records() -> None:
     ]
     assert [(s.units, s.batches) for s in shared.shares] == [(2, 3), (1, 1)]
     assert (fixed.overran, shared.overran) == (0, 1)
+    assert (fixed.above, fixed.below) == pytest.approx((1.5 * 0.85, 1.5 * 1.25))
     assert fixed.faults == shared.faults == ()
 
 
@@ -117,23 +133,45 @@ def test_a_phase_without_records_is_a_fault_and_no_crash() -> None:
     assert (shared.makespan, shared.ratio, len(shared.faults)) == (0.0, 0.0, 1)
 
 
-def stretched(fixed: float, shared: float) -> Document:
-    """Return the document with its last batches moved so that the two ratios are these."""
+def test_a_slowdown_changes_the_limit_the_paper_and_the_pace() -> None:
     written = document()
-    limit = 4 / 1.5
-    written["phases"][0]["batches"][3]["end"] = fixed * limit
-    written["phases"][1]["batches"][3]["end"] = shared * limit
+    written["slowdown"] = {"node": "A", "at": 1.5, "speed": 0.25}
+    # 2.25 of the 4 batches are done by 1.5 s; the rest takes 1.75 / 0.75 s.
+    paper = computed(written)
+    assert paper.limit == pytest.approx(1.5 + 1.75 / 0.75)
+    assert paper.equal_split == pytest.approx(
+        4.0
+    )  # B, while A has trained 1.5 of its 2 by 1.5 s and ends at 3.5 s
+    assert paper.early_split == pytest.approx(1.5 + (8 / 3 - 1.5) / 0.25)
+    fixed, shared = ratios(written)
+    assert fixed.limit == shared.limit == paper.limit
+    # In both phases A's batches after 1.5 s take less than 4 s: none overran, not even the one of 1.2 s.
+    assert (fixed.overran, shared.overran) == (0, 0)
+
+
+def stretched(fixed: float, shared: float) -> Document:
+    """Return a document of 80 batches whose two phases have these ratios; 1.5 is an equal split's."""
+    written = document()
+    written["units"] = {f"u{lane}": {"first": 0, "count": 40, "lane": lane, "lanes": 2} for lane in range(2)}
+    for phase, ratio in zip(written["phases"], (fixed, shared), strict=True):
+        phase["batches"] = [
+            record(name, f"u{lane}", step, step, step, step + 1.0)
+            for lane, name in enumerate("AB")
+            for step in range(40)
+        ]
+        phase["batches"][-1]["end"] = ratio * 80 / 1.5
     return written
 
 
 @pytest.mark.parametrize(
     ("fixed", "shared", "wrong"),
     [
-        (2.25, 1.04, []),
-        (1.91, 1.149, []),
-        (1.9, 1.04, ["fixed split: 1.90 times the limit, not above 1.9."]),
-        (2.25, 1.16, ["shared queue: 1.16 times the limit, not below 1.15."]),
-        (1.5, 1.5, ["fixed split: 1.50", "shared queue: 1.50"]),
+        (1.5, 1.04, []),
+        (1.28, 1.149, []),
+        (1.27, 1.04, ["fixed split: 1.27 times the limit, not above 1.275."]),
+        (1.88, 1.04, ["fixed split: 1.88 times the limit, not below 1.875."]),
+        (1.5, 1.16, ["shared queue: 1.16 times the limit, not below 1.15."]),
+        (1.2, 1.5, ["fixed split: 1.20", "shared queue: 1.50"]),
     ],
 )
 def test_verdict(fixed: float, shared: float, wrong: list[str]) -> None:
@@ -144,24 +182,278 @@ def test_verdict(fixed: float, shared: float, wrong: list[str]) -> None:
         assert "busy" in reason
 
 
+def test_the_bounds_allow_for_one_long_batch_and_for_equal_speeds() -> None:
+    written = document()
+    _, shared = ratios(written)
+    assert shared.below == pytest.approx(1.05 + 2 * 2 / (4 / 1.5))  # B's batch of 2 s
+    written["slowdown"] = {"node": "B", "at": 100.0, "speed": 0.25}
+    assert ratios(written)[1].below == pytest.approx(1.05 + 2 * 4 / (4 / 1.5))
+    written = stretched(1.0, 1.0)
+    written["speeds"] = {"A": 1.0, "B": 1.0}
+    for phase in written["phases"]:
+        phase["batches"][-1]["end"] = 40.0
+    assert [outcome.ratio for outcome in ratios(written)] == [1.0, 1.0]
+    assert verdict(ratios(written)) == []
+
+
 def test_the_file_reads_back_and_has_one_batch_a_line() -> None:
     written = document()
-    text = encode(written, [1])
-    assert json.loads(text) == {**written, "results": [1]}
+    text = encode(written, [1], {"limit": 2})
+    assert json.loads(text) == {**written, "results": [1], "computed": {"limit": 2}}
     assert sum('"pid"' in line for line in text.splitlines()) == 8
 
 
-def test_the_table_fits_80_columns_and_is_plain_in_a_pipe(tmp_path: Path) -> None:
-    written = stretched(1.5, 1.04)
-    out = io.StringIO()
+# -- speeds --------------------------------------------------------------------------------------------------
+
+
+def test_limit_and_splits_of_speeds_that_change() -> None:
+    nodes = [Node(2.0, changes=((3.0, 0.5),)), Node(1.0)]  # 9 of the work are done by 3 s
+    assert arithmetic.limit(nodes, 6) == pytest.approx(2.0)
+    assert arithmetic.limit(nodes, 9) == pytest.approx(3.0)
+    assert arithmetic.limit(nodes, 12) == pytest.approx(3 + 3 / 1.5)
+    assert arithmetic.equal_split(nodes, 12) == pytest.approx(6.0)  # the second: 6 at 1
+    assert arithmetic.early_split(nodes, 12) == pytest.approx(3 + 2 / 0.5)  # the first: 8, of which 6 by 3 s
+    assert arithmetic.slowest(nodes) == 0.5
+
+
+@pytest.mark.parametrize("options", [FULL, QUICK])
+def test_the_demos_own_mix_on_paper(options: Options) -> None:
+    usual, slows = mixed(options, options.speeds), mixed(options, options.speeds, slows=True)
+    assert usual == options
+    assert usual.equal_split / usual.limit == pytest.approx(2.25)
+    assert slows.slowdown == {"node": "A", "at": pytest.approx(usual.limit / 2), "speed": 0.25}
+    assert slows.limit == pytest.approx(1.25 * usual.limit)
+    assert slows.equal_split == pytest.approx(2.25 * usual.limit)
+    early = arithmetic.early_split(slows.paces.values(), slows.work)
+    assert early / slows.limit == pytest.approx(2.0)
+
+
+def test_another_mix_takes_the_same_time_and_no_more_computing() -> None:
+    three = mixed(QUICK, (4.0, 2.0, 2.0))
+    assert three.nodes == ("A", "B", "C")
+    assert three.batch_seconds == pytest.approx(4 * 0.0375), "the fastest is as fast as the usual one"
+    assert three.steps == 66  # 8 / 0.15 batches a second, for the 3.73 s that QUICK takes
+    assert three.limit == pytest.approx(QUICK.limit, rel=0.02)
+    assert three.equal_split == pytest.approx(66 * 0.15 / 2)
+    assert three.slowdown is None
+    many = mixed(QUICK, (1.0,) * 26)
+    assert many.batch_seconds == pytest.approx(26 / 60), "all together are as fast as the usual ones"
+    assert many.steps == 224 // 26
+    slows = mixed(QUICK, (0.5, 1.0, 1.0), slows=True).slowdown
+    assert slows is not None
+    assert (slows["node"], slows["speed"]) == ("B", 0.25), "the first of the fastest"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "nodes=''"),
+        ("1,,1", "nodes=''"),
+        ("1,x", "nodes='x'"),
+        ("1/0", "nodes='1/0'"),
+        ("1,0", "nodes=0.0"),
+        ("1,-0.5", "nodes=-0.5"),
+        ("nan", "nodes=nan"),
+        ("1,inf", "nodes=inf"),
+        ("1e300,1e300", "nodes=1e\\+300"),
+        ("1,0.001", "none is over 100 times another"),
+        (",".join(["1"] * 27), "1 to 26 speeds"),
+    ],
+)
+def test_bad_speeds_are_refused_with_value_bound_and_remedy(text: str, said: str) -> None:
+    with pytest.raises(InvalidInputError, match=said) as caught:
+        mixed(QUICK, read_speeds(text))
+    assert "must be" in str(caught.value)
+    assert caught.value.remedy
+
+
+def test_speeds_are_read_and_shown_as_people_write_them() -> None:
+    assert read_speeds("1, 0.5,1/4") == (1.0, 0.5, 0.25)
+    shown = [shown_speed(speed) for speed in (1, 2.0, 0.5, 1 / 3, 0.75, 0.01, 1.5)]
+    assert shown == ["1", "2", "1/2", "1/3", "0.75", "0.01", "1.5"]
+    slowdown: arithmetic.Slowdown = {"node": "A", "at": 1.0, "speed": 0.25}
+    assert labels({"A": 1.0, "B": 0.5}, slowdown) == {"A": "A 1 -> 1/4", "B": "B 1/2     "}
+
+
+# -- what is seen --------------------------------------------------------------------------------------------
+
+
+def test_a_cell_is_the_fraction_of_its_time_that_was_busy() -> None:
+    scale = timeline.Scale(seconds=8.0, cells=4)
+    assert timeline.busy([], scale) == [0.0] * 4
+    assert timeline.busy([(0.0, 2.0), (3.0, 4.5)], scale) == [1.0, 0.5, 0.25, 0.0]
+    assert timeline.busy([(1.5, 2.5), (2.5, 8.0)], scale) == [0.25, 1.0, 1.0, 1.0]
+    assert timeline.busy([(7.0, 9.0)], scale) == [0.0, 0.0, 0.0, 0.5], "what is past the scale is not seen"
+
+
+def test_a_row_ends_with_its_phase_and_shades_its_cells() -> None:
+    scale = timeline.Scale(seconds=8.0, cells=4)
+    spans = [(0.0, 2.0), (3.0, 4.5)]
+    assert timeline.row(spans, 8.0, scale, timeline.BLOCKS) == "█▒░·"
+    assert timeline.row(spans, 4.5, scale, timeline.BLOCKS) == "█▒░"
+    assert timeline.row(spans, 8.0, scale, timeline.ASCII) == "#+-."
+    shades = [timeline.ASCII.shade(fraction) for fraction in (0.0, 0.12, 0.13, 0.5, 0.87, 0.88, 1.0)]
+    assert "".join(shades) == "..-+*##"
+
+
+def test_a_line_across_the_rows_takes_no_cell_away() -> None:
+    scale = timeline.Scale(seconds=8.0, cells=4)
+    assert [scale.border(moment) for moment in (0.0, 0.9, 1.1, 3.1, 8.0, 99.0)] == [0, 0, 1, 2, 4, 4]
+    assert timeline.crossed("█▒░·", 2, "│") == "█▒│░·"
+    assert timeline.crossed("█", 3, "│") == "█  │"
+
+
+def test_labels_end_at_their_columns_or_begin_there_or_are_left_out() -> None:
+    limit, start = timeline.Label(9, "limit ┘", "└ limit"), timeline.Label(0, "0", "0")
+    assert timeline.axis([limit, start, timeline.Label(19, "8 s", "")], 20) == "0  limit ┘       8 s"
+    early = timeline.Label(3, "limit ┘", "└ limit")
+    assert timeline.axis([early, start, timeline.Label(11, "8 s", "")], 12) == "0  └ limit"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "no-such-encoding"])
+def test_an_encoding_without_blocks_gets_ascii(encoding: str) -> None:
+    assert timeline.glyphs(encoding) is timeline.ASCII
+    assert timeline.glyphs("utf-8") is timeline.BLOCKS
+
+
+def shown(written: Document, encoding: str = "utf-8", width: int = 80) -> str:
+    """Return the report in a pipe of this encoding; what cannot be encoded raises."""
+    out = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="strict")
     outcomes = ratios(written)
-    report.show(Console(file=out, width=80), written, outcomes, verdict(outcomes), tmp_path / "x.json")
-    text = out.getvalue()
+    report.show(Console(file=out, width=width), written, outcomes, computed(written), verdict(outcomes))
+    out.flush()
+    assert isinstance(out.buffer, io.BytesIO)
+    return out.buffer.getvalue().decode(encoding)
+
+
+def test_the_result_is_one_screen_of_80_columns_and_plain_in_a_pipe() -> None:
+    text = shown(stretched(1.5, 1.04))
     assert "\x1b" not in text
-    assert max(len(line) for line in text.splitlines() if str(tmp_path) not in line) <= 80
-    assert "1.50 times the limit" in text
-    assert "Not as it should be: fixed split" in text
-    assert str(tmp_path / "x.json") in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert len(text.splitlines()) <= 24
+    assert "Not as it should be" not in text
+    assert "Not as it should be: fixed split: 1.20" in shown(stretched(1.2, 1.04))
+
+
+def test_the_timeline_shows_both_phases_on_one_scale_with_the_limit() -> None:
+    lines = shown(document(), width=48).splitlines()  # 7 for the names, 1 for the limit: 40 cells for 4 s
+    fixed = lines.index("fixed split: 4.00 s, 1.50 times the limit")
+    assert lines[fixed + 1 : fixed + 3] == [
+        " A 1   " + "█" * 20 + "·" * 7 + "│" + "·" * 13,
+        " B 1/2 " + "█" * 27 + "│" + "█" * 13,
+    ]
+    assert lines[fixed + 3] == "shared queue: 3.00 s, 1.12 times the limit"
+    assert lines[fixed + 4 : fixed + 6] == [
+        " A 1   " + "█" * 27 + "│" + "█" * 3,
+        " B 1/2 " + "█" * 20 + "·" * 7 + "│" + "·" * 3,
+    ]
+    assert lines[fixed + 6] == "       0             limit 2.67 s ┘       4.00 s"
+
+
+def test_the_result_can_be_written_in_ascii() -> None:
+    text = shown(document(), encoding="ascii")
+    assert " A 1   ####" in text
+    assert "limit 2.67 s '" in text
+
+
+def test_a_slowdown_is_shown_and_what_early_speeds_would_have_cost_is_called_computed() -> None:
+    written = document()
+    written["slowdown"] = {"node": "A", "at": 1.5, "speed": 0.25}
+    text = " ".join(shown(written).split())
+    assert "A 1 -> 1/4" in text
+    assert "A slows ^" in text
+    # 1.5 + 3.5 / 1.5 * 2, over 1.5 + 1.75 / 0.75
+    assert "A split by the early speeds would have cost 1.61 times the limit (computed, not run)" in text
+
+
+def test_long_batches_are_told() -> None:
+    # B's batch of 2 s is three quarters of the limit.
+    assert "the queue may come to 2.55 times the limit" in shown(document())
+    assert "long here" not in shown(stretched(1.5, 1.04))
+
+
+def test_the_live_view_fits_80_columns_and_says_who_waits() -> None:
+    slows = mixed(QUICK, QUICK.speeds, slows=True)
+    text = live.view(slows, "fixed split", [56, 28, 0, 5], 80, timeline.BLOCKS).plain.splitlines()
+    assert text[0] == "fixed split: 89 of 224 batches, about 9 s"
+    assert all(len(line) <= 80 for line in text)
+    assert text[1].startswith("A 1 -> 1/4 ██████")
+    assert text[1].endswith("█ 56 of 56, waits")
+    assert text[2].count("█") == text[2].count("·")
+    assert text[3].endswith("· 0 of 56")
+    text = live.view(slows, "shared queue", [56, 28, 28, 999], 80, timeline.ASCII).plain.splitlines()
+    assert text[0] == "shared queue: 1111 of 224 batches, about 5 s"
+    assert all(len(line) <= 80 for line in text)
+    assert text[2].count("#") == text[3].count("#") > 0
+    assert "waits" not in "".join(text)
+
+
+def test_elsewhere_a_line_comes_every_few_seconds() -> None:
+    now, out = [100.0], io.StringIO()
+    done = torch.zeros(4, dtype=torch.int64)
+    lines = live.Lines(Console(file=out, width=20), QUICK, done, clock=lambda: now[0])
+    lines.starts("fixed split")
+    lines.tick()
+    now[0] += live.LINE_EVERY
+    lines.tick()
+    done += torch.tensor([40, 24, 22, 10])
+    lines.tick()
+    now[0] += live.LINE_EVERY
+    lines.tick()
+    lines.tick()
+    lines.ends(8.126)
+    assert out.getvalue().splitlines() == [
+        "fixed split: 224 batches, about 9 s",
+        "fixed split: getting ready",
+        "fixed split: 96 of 224 batches, A 40 B 24 C 22 D 10",
+        "fixed split: done in 8.13 s",
+    ]
+
+
+def test_bars_are_for_terminals_and_leave_nothing_behind() -> None:
+    out, done = io.StringIO(), torch.tensor([3, 2])
+    terminal = Console(file=out, width=80, force_terminal=True, force_interactive=True, color_system=None)
+    with live.progress(terminal, TINY, done) as seen:
+        seen.starts("fixed split")
+        seen.tick()
+    assert "5 of 12 batches" in out.getvalue()
+    assert out.getvalue().endswith("\x1b[2K"), "the last line is erased"
+    piped = io.StringIO()
+    with live.progress(Console(file=piped), TINY, done) as seen:
+        seen.starts("fixed split")
+    assert piped.getvalue() == "fixed split: 12 batches, about 1 s\n"
+
+
+def test_the_picture_has_both_phases(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.colors import to_rgb
+    from matplotlib.image import imread
+
+    written = document()
+    written["slowdown"] = {"node": "A", "at": 1.5, "speed": 0.25}
+    picture.draw(written, ratios(written), computed(written), tmp_path / "demo.png")
+    pixels = torch.tensor(imread(tmp_path / "demo.png"))[..., :3]
+    area = {}
+    for phase, tints in picture.TINTS.items():
+        near = [(pixels - torch.tensor(to_rgb(tint))).abs().amax(dim=-1) < 0.01 for tint in tints]
+        area[phase] = sum(int(found.sum()) for found in near)
+    # 6 s were trained in the fixed split, 5 s in the shared queue.
+    assert area["shared queue"] / area["fixed split"] == pytest.approx(5 / 6, abs=0.02)
+
+
+def test_without_matplotlib_a_picture_is_refused_only_if_it_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(picture, "can_draw", lambda: False)
+    with pytest.raises(InvalidInputError, match="pip install matplotlib"):
+        run(TINY, tmp_path / "demo.json", png=tmp_path / "demo.png")
+    out = io.StringIO()
+    run(TINY, tmp_path / "demo.json", Console(file=out, width=80))
+    assert "picture" not in out.getvalue()
+    assert [path.name for path in tmp_path.iterdir()] == ["demo.json"]
+
+
+# -- what is trained -----------------------------------------------------------------------------------------
 
 
 def test_the_real_plans_have_equal_slices() -> None:
@@ -248,6 +540,19 @@ def shared_tensors(options: Options) -> Shared:
     return Shared(*(tensor.share_memory_() for tensor in tensors))  # type: ignore[no-untyped-call]
 
 
+def check(written: Document) -> None:
+    """Each phase of TINY trained each batch once, in processes of their own, no faster than paced."""
+    nodes = arithmetic.paces(written["speeds"], written["slowdown"])
+    for phase, outcome in zip(written["phases"], ratios(written), strict=True):
+        assert outcome.faults == ()
+        assert sum(share.batches for share in outcome.shares) == 12
+        assert os.getpid() not in {entry["pid"] for entry in phase["batches"]}
+        for entry in phase["batches"]:
+            paced = nodes[entry["node"]].finish(entry["start"], written["batch_seconds"])
+            assert 0 <= entry["start"] < paced <= entry["end"] + 1e-5
+        assert phase["loss"] < written["loss_before"]
+
+
 def test_two_real_processes_train_each_batch_once_in_both_phases(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -255,30 +560,92 @@ def test_two_real_processes_train_each_batch_once_in_both_phases(
     out = io.StringIO()
     run(TINY, tmp_path / "demo.json", Console(file=out, width=80))
     assert capsys.readouterr().err == ""
-    assert [path.name for path in tmp_path.iterdir()] == ["demo.json"]
+    pictures = ["demo.png"] if picture.can_draw() else []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["demo.json", *pictures]
 
     written = json.loads((tmp_path / "demo.json").read_text())
-    results = written.pop("results")
-    for phase, outcome in zip(written["phases"], ratios(written), strict=True):
-        assert outcome.faults == ()
-        assert sum(share.batches for share in outcome.shares) == 12
-        assert os.getpid() not in {entry["pid"] for entry in phase["batches"]}
-        assert all(0 <= entry["start"] < entry["end"] for entry in phase["batches"])
-        assert phase["loss"] < written["loss_before"]
-        assert outcome.ratio == results.pop(0)["ratio"]
-    assert "fixed split" in out.getvalue()
+    check(written)
+    assert written["slowdown"] is written["mailbox"] is None
+    assert [result["ratio"] for result in written["results"]] == [
+        outcome.ratio for outcome in ratios(written)
+    ]
+    assert written["computed"]["limit"] == pytest.approx(12 * 0.01 / 1.5)
+    assert "fixed split: done in" in out.getvalue()
+
+
+def test_a_node_slows_down_and_a_folder_serves_any_number_of_demos(tmp_path: Path) -> None:
+    slows = replace(TINY, slows=True, batch_seconds=0.02)
+    for number in (1, 2):
+        out = io.StringIO()
+        run(slows, tmp_path / "demo.json", Console(file=out, width=80), mailbox=str(tmp_path / "box"))
+        written = json.loads((tmp_path / "demo.json").read_text())
+        check(written)
+        assert written["slowdown"] == {"node": "A", "at": pytest.approx(0.08), "speed": 0.25}
+        prefixes = list((tmp_path / "box").iterdir())
+        assert len(prefixes) == number
+        assert Path(written["mailbox"]) in prefixes
+        assert written["mailbox"] in out.getvalue()
+        assert any(path.is_file() for path in Path(written["mailbox"]).rglob("*"))
+
+
+@pytest.mark.s3
+def test_the_queue_runs_on_a_bucket_with_credentials_from_the_environment(
+    tmp_path: Path, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "writerkey")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testsecret")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server.endpoint)
+    out = io.StringIO()
+    run(TINY, tmp_path / "demo.json", Console(file=out, width=80), mailbox="s3://shardqueue/demos/")
+    text = (tmp_path / "demo.json").read_text()
+    check(json.loads(text))
+    assert "s3://shardqueue/demos/demo-" in out.getvalue()
+    for secret in ("writerkey", "testsecret"):
+        assert secret not in out.getvalue() + text
+
+
+@pytest.mark.parametrize("mailbox", ["memory://demo", "Memory:x", " ", ""])
+def test_a_mailbox_that_processes_cannot_share_is_refused(tmp_path: Path, mailbox: str) -> None:
+    with pytest.raises(InvalidInputError, match="the nodes are processes"):
+        run(TINY, tmp_path / "demo.json", mailbox=mailbox)
+
+
+def test_a_mailbox_is_tried_before_anything_runs_and_credentials_in_it_are_not_repeated(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MailboxError, match="file"):
+        run(TINY, tmp_path / "demo.json", mailbox=str(tmp_path / "file"))
+    with pytest.raises(InvalidInputError, match="free of credentials") as caught:
+        run(TINY, tmp_path / "demo.json", mailbox="s3://key:hidden@bucket/demos")
+    assert "hidden" not in str(caught.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
+
+
+def test_a_slice_is_read_in_another_process() -> None:
+    def load(unit: Unit) -> Iterator[tuple[int, torch.Tensor]]:
+        for step in range(unit.first, unit.first + unit.count):
+            yield step, torch.tensor([os.getpid(), unit.lane])
+
+    units = TINY.plan()
+    names = list(units)[1::2]
+    read = list(node.reader(node.Slice(units, names, load)))
+    assert [name for name, index, *_ in read if index == 0] == names
+    assert [step for _, _, step, _ in read] == list(range(6))
+    assert {rows[1].item() for *_, rows in read} == {1}
+    assert {rows[0].item() for *_, rows in read}.isdisjoint({os.getpid()})
 
 
 def test_a_node_that_fails_ends_the_demo_with_its_traceback(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    impossible = Options(steps=2, unit_steps=1, speeds=(1.0, 0.0))
+    impossible = Options(steps=2, unit_steps=1, speeds=(1.0, 0.5), sequences=-1)
     out = io.StringIO()
     assert run(impossible, tmp_path / "demo.json", Console(file=out)) == 1
     errors = capfd.readouterr().err
-    assert "node B failed" in errors
+    assert re.search("node [AB] failed", errors)
     assert errors.count("Traceback") == 1
-    assert "ZeroDivisionError" in errors
+    assert "RuntimeError" in errors
     assert list(tmp_path.iterdir()) == []
 
 
@@ -286,9 +653,13 @@ def test_a_killed_node_ends_the_phase_and_no_process_stays() -> None:
     slow = Options(steps=1000, unit_steps=1, speeds=(1.0, 1.0), batch_seconds=1.0)
     shared = shared_tensors(slow)
 
+    workers: set[int] = set()
+
     def kill_one() -> None:
         if shared.done.sum():
-            next(process for process in multiprocessing.active_children()).kill()
+            nodes = multiprocessing.active_children()
+            workers.update(*(children(process.pid) for process in nodes))
+            nodes[0].kill()
 
     with (
         pytest.raises(NodeFailedError, match=r"node [AB] ended with exit code -9"),
@@ -296,6 +667,34 @@ def test_a_killed_node_ends_the_phase_and_no_process_stays() -> None:
     ):
         fleet.run("fixed split", "", kill_one)
     assert multiprocessing.active_children() == []
+    assert len(workers) == 2
+    for _ in range(600):
+        if not any(runs(worker) for worker in workers):
+            return
+        time.sleep(0.1)
+    pytest.fail("a worker outlived its node")
+
+
+def runs(pid: int) -> bool:
+    try:
+        return state_and_parent(Path(f"/proc/{pid}/stat"))[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def children(pid: int | None) -> set[int]:
+    """Return the pids of a process's children."""
+    found = set()
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            if state_and_parent(entry)[1] == pid:
+                found.add(int(entry.parent.name))
+    return found
+
+
+def state_and_parent(stat: Path) -> tuple[str, int]:
+    state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+    return state, int(parent)
 
 
 ORPHANS = """
@@ -325,5 +724,15 @@ def test_nodes_go_when_the_process_that_started_them_is_killed() -> None:
 
 def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(tmp_path: Path) -> None:
     for file in (tmp_path, tmp_path / "absent" / "demo.json"):
-        with pytest.raises(InvalidInputError, match="can be written"):
+        with pytest.raises(InvalidInputError, match=r"json.*can be written"):
             run(TINY, file)
+
+
+def test_a_picture_that_cannot_be_written_is_refused_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(picture, "can_draw", lambda: True)
+    with pytest.raises(InvalidInputError, match=r"png.*can be written"):
+        run(TINY, tmp_path / "demo.json", png=tmp_path)
+    with pytest.raises(InvalidInputError, match="another file than the JSON"):
+        run(TINY, tmp_path / "demo.png")

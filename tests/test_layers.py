@@ -65,13 +65,18 @@ FLOORS = {
     "rows": 4,
     # 5 windows
     "demo": 5,
+    "demo.arithmetic": 5,
     "demo.document": 5,
     "demo.fleet": 5,
+    "demo.live": 5,
     "demo.model": 5,
     "demo.node": 5,
     "demo.options": 5,
+    "demo.picture": 5,
     "demo.report": 5,
+    "demo.stage": 5,
     "demo.text": 5,
+    "demo.timeline": 5,
     "simulate": 5,
     # 6 doors
     "": 6,

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from shardqueue.demo.options import Options
 
 _LEAD = 0.05  # seconds between telling the common start and the start
+_FAREWELL = 5.0  # seconds for which a node may go by itself
 
 
 class NodeFailedError(Exception):
@@ -58,7 +59,7 @@ class Fleet:
     def _start(self, context: Any, number: int) -> None:
         ours, theirs = context.Pipe()
         arguments = (number, self._options, self._shared, theirs)
-        process = context.Process(target=node.main, args=arguments, daemon=True)
+        process = context.Process(target=node.main, args=arguments)  # no daemon: it has a child
         self._pipes.append(ours)
         process.start()
         self._processes.append(process)
@@ -71,7 +72,6 @@ class Fleet:
 
     def run(self, phase: node.Phase, mailbox: str, tick: Callable[[], None]) -> list[Record]:
         """Run one phase on all nodes and return their records; `tick` is called a few times a second."""
-        self._shared.done.zero_()
         self._tell((phase, mailbox))
         self._gather(tick)
         self._tell(time.monotonic() + _LEAD)
@@ -119,7 +119,7 @@ class Fleet:
             process.close()
 
     def _join(self) -> None:
-        deadline = time.monotonic() + 1
+        deadline = time.monotonic() + _FAREWELL
         for process in self._processes:
             process.join(timeout=max(0.0, deadline - time.monotonic()))
 

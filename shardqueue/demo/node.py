@@ -1,11 +1,12 @@
-"""One node: a process that trains at its own pace.
+"""One node: a process that trains at its own pace on what a DataLoader worker reads.
 
-It answers its pipe: told the name of a phase and a mailbox, it says "ready"; told the common start, it trains and
-sends one record a batch. Each batch is paced: its gradient is computed at once, and added when the time a node of
-this speed takes has passed since the batch began. Waiting for the next batch is no part of that time.
+It answers its pipe: told the name of a phase and a mailbox, it reads the first batch and says "ready"; told the
+common start, it trains and sends one record a batch. Each batch is paced: its gradient is computed at once, and
+added when the time a node of this speed takes has passed since the batch began. Waiting for the next batch is no
+part of that time.
 
 An error is sent as the text of its traceback. The process ends when the pipe does, and at once, whatever it
-is doing, when the process that started it is gone.
+is doing, when the process that started it is gone. So does its worker.
 """
 
 from __future__ import annotations
@@ -17,23 +18,27 @@ import time
 import traceback
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 
+from shardqueue.dataset import SharedQueueDataset
 from shardqueue.demo.model import Replica, learning_rate
 from shardqueue.demo.text import loader
 from shardqueue.errors import RunFinishedError
-from shardqueue.feed import shared_queue
+from shardqueue.mailbox import open_mailbox
 from shardqueue.session import Session
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator, Iterator, Mapping
     from multiprocessing.connection import Connection
 
     from shardqueue.demo.document import Record
     from shardqueue.demo.options import Options
+    from shardqueue.units import Unit
 
     Item = tuple[str, int, int, Tensor]
     Phase = Literal["fixed split", "shared queue"]
@@ -50,19 +55,24 @@ class Shared:
 
 def main(number: int, options: Options, shared: Shared, pipe: Connection) -> None:
     """Be node `number` until the pipe ends."""
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    _watch(0)
     torch.set_num_threads(1)
     try:
         node = Node(number, options, shared)
         while True:
             phase, mailbox = pipe.recv()
+            items = node.prepare(phase, mailbox)
             pipe.send(("ready", None))
-            pipe.send(("done", node.run(phase, mailbox, start=pipe.recv())))
+            pipe.send(("done", node.run(items, start=pipe.recv())))
     except EOFError:
         return
     except BaseException:
         with suppress(OSError):
             pipe.send(("failed", traceback.format_exc()))
+
+
+def _watch(worker: int) -> None:  # noqa: ARG001
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
 
 
 def _leave_with_parent() -> None:
@@ -72,37 +82,84 @@ def _leave_with_parent() -> None:
         os._exit(1)
 
 
+class Slice(IterableDataset[Any]):
+    """The batches of some units, in order: `(unit, index of the batch in it, step, rows)`."""
+
+    def __init__(
+        self,
+        units: Mapping[str, Unit],
+        names: list[str],
+        load: Callable[[Unit], Iterator[tuple[int, Tensor]]],
+    ) -> None:
+        self._units, self._names, self._load = units, names, load
+
+    def __iter__(self) -> Iterator[Item]:
+        for name in self._names:
+            for index, (step, rows) in enumerate(self._load(self._units[name])):
+                yield name, index, step, rows
+
+
+def reader(dataset: IterableDataset[Any]) -> DataLoader[Any]:
+    """Read in one worker process, one batch ahead of the one in hand.
+
+    It is forked where that is possible: it then need not import torch again.
+    """
+    context = "fork" if "fork" in multiprocessing.get_all_start_methods() else None
+    return DataLoader(
+        dataset,
+        batch_size=None,
+        num_workers=1,
+        multiprocessing_context=context,
+        worker_init_fn=_watch,
+        prefetch_factor=1,
+    )
+
+
+def _chained(first: list[Item], rest: Generator[Item]) -> Generator[Item]:
+    with closing(rest):
+        yield from first
+        yield from rest
+
+
 class Node:
     """The training loop of one node."""
 
     def __init__(self, number: int, options: Options, shared: Shared) -> None:
         self._number, self._options, self._shared = number, options, shared
         self._name = options.nodes[number]
-        self._seconds = options.batch_seconds / options.speeds[number]
+        self._seconds = options.batch_seconds
+        self._pace = options.paces[self._name]
         self._units = options.plan()
         self._load = loader(shared.text, options.sequences, options.context)
         self._replica = Replica(options.context)
         self._replica.compute(torch.zeros(options.sequences, options.context + 1, dtype=torch.long))
 
-    def run(self, phase: Phase, mailbox: str, start: float) -> list[Record]:
-        """Train one phase from the common `start` (of `time.monotonic`, one clock for all processes)."""
+    def prepare(self, phase: Phase, mailbox: str) -> Generator[Item]:
+        """Return what is to be trained in a phase, with the first batch read."""
+        items = self._items(phase, mailbox)
+        first = list(islice(items, 1))
+        return _chained(first, items)
+
+    def _items(self, phase: Phase, mailbox: str) -> Generator[Item]:
+        if phase == "fixed split":
+            names = list(self._units)[self._number :: len(self._options.nodes)]
+            return self._fixed(Slice(self._units, names, self._load))
+        box = open_mailbox(mailbox, prove=False)
+        dataset = SharedQueueDataset(self._units, box, self._load, learner_id=self._name)
+        return self._queued(dataset, Session(box, self._name))
+
+    def run(self, items: Generator[Item], start: float) -> list[Record]:
+        """Train from the common `start` (of `time.monotonic`, one clock for all processes)."""
         time.sleep(max(0.0, start - time.monotonic()))
-        items = self._fixed() if phase == "fixed split" else self._queued(mailbox)
         with closing(items):
             return [self._train(start, *item) for item in items]
 
-    def _fixed(self) -> Generator[Item]:
-        for unit in list(self._units)[self._number :: len(self._options.nodes)]:
-            for index, (step, rows) in enumerate(self._load(self._units[unit])):
-                yield unit, index, step, rows
+    def _fixed(self, dataset: Slice) -> Generator[Item]:
+        yield from reader(dataset)
 
-    def _queued(self, mailbox: str) -> Generator[Item]:
-        with (
-            suppress(RunFinishedError),  # all was handed out before this node arrived
-            Session(mailbox, self._name) as session,
-            shared_queue(self._units, mailbox, self._name, self._load, prefetch=8) as queue,
-        ):
-            for step, rows in queue:
+    def _queued(self, dataset: SharedQueueDataset, session: Session) -> Generator[Item]:
+        with suppress(RunFinishedError), session:  # the error: all was handed out before this node arrived
+            for step, rows in session.track(reader(dataset)):
                 yield step.unit, step.index, int(step), rows
                 session.step(samples=len(rows))
 
@@ -110,7 +167,7 @@ class Node:
         began = time.monotonic()
         self._replica.copy_in(self._shared.parameters)
         self._replica.compute(rows)
-        time.sleep(max(0.0, began + self._seconds - time.monotonic()))
+        time.sleep(max(0.0, start + self._pace.finish(began - start, self._seconds) - time.monotonic()))
         self._replica.add_out(self._shared.parameters, learning_rate(step, self._options.steps))
         self._shared.done[self._number] += 1
         ended = time.monotonic()

@@ -1,43 +1,89 @@
-"""What the visitor sees: a line of progress while it runs (on a terminal only), then the result.
+"""What the visitor sees at the end: every node's time as a timeline, then the numbers.
 
-Numbers come from `document.ratios`; nothing is computed here. In a pipe the same text comes without colours.
+Numbers come from `document`, cells from `timeline`; nothing is computed here. In a pipe the same text comes
+without colours, and where the encoding has no blocks, in ASCII.
 """
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
-from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
+from rich.text import Text
 
-from shardqueue.demo.options import shown_speed
+from shardqueue.demo import timeline
+from shardqueue.demo.document import SHARED_BELOW, spans
+from shardqueue.demo.live import PHASE_STYLES
+from shardqueue.demo.options import labels, shown_speed, shown_speeds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
+    from collections.abc import Sequence
 
     from rich.console import Console
-    from torch import Tensor
 
-    from shardqueue.demo.document import Document, Outcome
-    from shardqueue.demo.options import Options
+    from shardqueue.demo.document import Computed, Document, Outcome
+    from shardqueue.demo.timeline import Glyphs, Scale
+
+WIDEST = 100
 
 
-@contextmanager
-def progress(console: Console, options: Options, done: Tensor) -> Iterator[Callable[[str], None]]:
-    """Show who has trained how much, until the block is left; yields what to call, with the phase's name."""
-    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[by_node]}")
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
-        bar = bars.add_task("starting", total=options.batches, by_node="")
+def show(
+    console: Console, document: Document, outcomes: list[Outcome], paper: Computed, wrong: Sequence[str]
+) -> None:
+    """Print the result."""
+    console.print(_headline(document), highlight=False)
+    width = min(WIDEST, console.width)
+    for line in timelines(document, outcomes, width, timeline.glyphs(console.encoding)):
+        console.print(line, no_wrap=True, overflow="crop", crop=True)
+    console.print(table(document, outcomes))
+    console.print(_explained(document, outcomes, paper), highlight=False)
+    for reason in wrong:
+        console.print(f"[bold red]Not as it should be:[/] {reason}", highlight=False)
 
-        def tick(phase: str) -> None:
-            counts = done.tolist()
-            by_node = "  ".join(f"{name} {n:3d}" for name, n in zip(options.nodes, counts, strict=True))
-            bars.update(bar, description=phase, completed=sum(counts), by_node=by_node)
 
-        yield tick
+def written(console: Console, what: str, where: object) -> None:
+    """Print where something was written, on one line however long."""
+    console.print(f"{what}: {where}", highlight=False, markup=False, soft_wrap=True)
+
+
+def timelines(document: Document, outcomes: list[Outcome], width: int, glyphs: Glyphs) -> list[Text]:
+    """Return both phases' timelines over one axis, in lines of at most `width`."""
+    named = labels(document["speeds"], document["slowdown"])
+    indent = len(next(iter(named.values()))) + 2
+    longest = max(outcomes[0].limit, *(outcome.makespan for outcome in outcomes))
+    scale = timeline.Scale(longest, max(10, width - indent - 1))
+    lines = []
+    for phase, outcome in zip(document["phases"], outcomes, strict=True):
+        title = f"{outcome.name}: {outcome.makespan:.2f} s, {outcome.ratio:.2f} times the limit"
+        lines.append(Text(title, style="bold"))
+        for node, label in named.items():
+            row = timeline.row(spans(phase, node), outcome.makespan, scale, glyphs)
+            crossed = timeline.crossed(row, scale.border(outcome.limit), glyphs.line)
+            lines.append(Text(f" {label} ") + _painted(crossed, PHASE_STYLES[outcome.name], glyphs))
+    lines.append(Text(" " * indent + _axis(document, outcomes[0].limit, scale, glyphs)))
+    return lines
+
+
+def _painted(row: str, style: str, glyphs: Glyphs) -> Text:
+    text = Text()
+    for character in row:
+        dim = character == glyphs.shades[0]
+        text.append(character, style="dim" if dim else "bold" if character == glyphs.line else style)
+    return text
+
+
+def _axis(document: Document, limit: float, scale: Scale, glyphs: Glyphs) -> str:
+    named = f"limit {limit:.2f} s"
+    marks = [
+        timeline.Label(scale.border(limit), f"{named} {glyphs.corners[0]}", f"{glyphs.corners[1]} {named}")
+    ]
+    slowdown = document["slowdown"]
+    if slowdown is not None:
+        named = f"{slowdown['node']} slows"
+        marks.append(timeline.Label(scale.border(slowdown["at"]), f"{named} ^", f"^ {named}"))
+    marks += [timeline.Label(0, "0", "0"), timeline.Label(scale.cells, f"{scale.seconds:.2f} s", "")]
+    return timeline.axis(marks, scale.cells + 1)
 
 
 def table(document: Document, outcomes: list[Outcome]) -> Table:
@@ -47,16 +93,12 @@ def table(document: Document, outcomes: list[Outcome]) -> Table:
     made.add_column("speed")
     for outcome in outcomes:
         made.add_column(f"[bold]{outcome.name}[/]\nunits   busy   idle", justify="right")
-    for number, (node, speed) in enumerate(document["speeds"].items()):
+    shown = shown_speeds(document["speeds"], document["slowdown"])
+    for number, (node, speed) in enumerate(shown.items()):
         shares = [outcome.shares[number] for outcome in outcomes]
-        made.add_row(
-            node,
-            shown_speed(speed),
-            *(_share(share.units, share.busy, share.idle) for share in shares),
-            end_section=number == len(document["speeds"]) - 1,
-        )
+        made.add_row(node, speed, *(_share(share.units, share.busy, share.idle) for share in shares))
+    made.add_section()
     made.add_row("makespan", "", *(f"{outcome.makespan:.2f} s" for outcome in outcomes))
-    made.add_row("limit", "", *(f"{outcome.limit:.2f} s" for outcome in outcomes))
     made.add_row("makespan / limit", "", *(f"[bold]{outcome.ratio:.2f}[/]" for outcome in outcomes))
     before = document["loss_before"]
     made.add_row(
@@ -70,31 +112,43 @@ def _share(units: int, busy: float, idle: float) -> str:
     return f"{units:5d}  {busy / whole:5.0%}  {idle / whole:5.0%}"
 
 
-def show(console: Console, document: Document, outcomes: list[Outcome], wrong: list[str], file: Path) -> None:
-    """Print the result."""
-    console.print(_headline(document), highlight=False)
-    console.print(table(document, outcomes))
-    console.print(_explained(document, outcomes), highlight=False)
-    console.print(f"Every batch, with its process, start and end: {file}", highlight=False, soft_wrap=True)
-    for reason in wrong:
-        console.print(f"[bold red]Not as it should be:[/] {reason}", highlight=False)
-
-
 def _headline(document: Document) -> str:
     count = len(document["speeds"])
-    return (
-        f"{count} processes trained one small transformer twice, on the same {len(document['units'])} units."
-    )
+    processes = "1 process" if count == 1 else f"{count} processes"
+    return f"{processes} trained one small transformer twice, on the same {len(document['units'])} units."
 
 
-def _explained(document: Document, outcomes: list[Outcome]) -> str:
-    fixed, shared = outcomes
+def _explained(document: Document, outcomes: list[Outcome], paper: Computed) -> str:
+    parts = _slowdown(document, paper), _coarse(outcomes), [_meaning(), _pace(document, outcomes)]
+    return "\n".join(line for lines in parts for line in lines)
+
+
+def _slowdown(document: Document, paper: Computed) -> list[str]:
+    slowdown = document["slowdown"]
+    if slowdown is None:
+        return []
+    early = paper.early_split / paper.limit
+    return [
+        f"{slowdown['node']} slows to {shown_speed(slowdown['speed'])} at {slowdown['at']:.2f} s. A split by the"
+        f" early speeds would have cost {early:.2f} times the limit (computed, not run)."
+    ]
+
+
+def _coarse(outcomes: list[Outcome]) -> list[str]:
+    below = max(outcome.below for outcome in outcomes if outcome.name == "shared queue")
+    if below <= SHARED_BELOW:
+        return []
+    return [f"Batches are long here: the queue may come to {below:.2f} times the limit."]
+
+
+def _meaning() -> str:
+    return "The limit is all work over all speeds. The queue is told no speeds."
+
+
+def _pace(document: Document, outcomes: list[Outcome]) -> str:
     batches = sum(len(phase["batches"]) for phase in document["phases"])
+    overran = sum(outcome.overran for outcome in outcomes)
     return (
-        f"Fixed split:  [bold]{fixed.ratio:.2f}[/] times the limit. Equal slices: all wait for the straggler.\n"
-        f"Shared queue: [bold]{shared.ratio:.2f}[/] times the limit. Whoever is ready claims the next unit.\n"
-        "The limit is all work over all speeds. The queue is told no speeds.\n\n"
-        "[dim]The speeds are paced, so two cores suffice: a batch is computed at once, then\n"
-        f"waits until {document['batch_seconds'] * 1000:g} ms / speed have passed. {fixed.overran + shared.overran}"
-        f" of {batches} batches overran that.[/]"
+        f"[dim]Batches are paced ({document['batch_seconds'] * 1000:.4g} ms / speed), so two cores suffice;"
+        f" {overran} of {batches} overran.[/]"
     )

@@ -8,6 +8,7 @@ a window of bytes at a place that depends on `r` alone, so whoever loads a unit 
 from __future__ import annotations
 
 import sysconfig
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -71,10 +72,10 @@ def windows(text: Tensor, rows: Iterable[int], width: int) -> Tensor:
 
 def loader(text: Tensor, sequences: int, context: int) -> Callable[[Unit], Iterator[tuple[int, Tensor]]]:
     """Return the `load` of this corpus: a unit's `(step, batch)` pairs, batches `[sequences, context + 1]`."""
+    return partial(_load, text, sequences, context)
 
-    def load(unit: Unit) -> Iterator[tuple[int, Tensor]]:
-        for step in range(unit.first, unit.first + unit.count):
-            row = (step * unit.lanes + unit.lane) * sequences
-            yield step, windows(text, range(row, row + sequences), context + 1)
 
-    return load
+def _load(text: Tensor, sequences: int, context: int, unit: Unit) -> Iterator[tuple[int, Tensor]]:
+    for step in range(unit.first, unit.first + unit.count):
+        row = (step * unit.lanes + unit.lane) * sequences
+        yield step, windows(text, range(row, row + sequences), context + 1)

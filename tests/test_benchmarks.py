@@ -1,0 +1,22 @@
+"""The benchmarks: what programs read of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_loader_benchmark_ends_with_one_line_of_json() -> None:
+    command = [sys.executable, "-m", "benchmarks.loader", "--quick", "--only", "many_units"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    lines = ended.stdout.splitlines()
+    found = json.loads(lines[-1])
+    assert found["benchmark"] == "loader"
+    assert [row["unit"] for row in found["rows"]] == ["MB", "s", "MB", "s"]
+    assert all(row.keys() == {"case", "value", "unit", "reach", "against"} for row in found["rows"])
+    assert len(lines) == len(found["rows"]) + 2  # a heading, a line a row, and the JSON: nothing was WRONG
