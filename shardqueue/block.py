@@ -28,14 +28,14 @@ WORKERS = 256
 """Workers a loader may have."""
 _KEY_BITS = 40
 _RING = 64
-_HEAD = 9
+_HEAD = 11
 _BEGUN = _HEAD
 _FINISHED = _BEGUN + _RING
 _SLOTS = _FINISHED + _RING
-_SLOT = 4
+_SLOT = 5
 WORDS = _SLOTS + _SLOT * WORKERS
 """Words of a block."""
-_OWNER, _INSTANCE, _EPOCH, _RUN, _TRACKED, _LEFT, _CURRENT, _BEGINS, _FINISHES = range(_HEAD)
+_OWNER, _INSTANCE, _EPOCH, _RUN, _TRACKED, _LEFT, _CURRENT, _BEGINS, _FINISHES, _SINCE, _EACH = range(_HEAD)
 _MESSAGE = struct.Struct("<6q")
 
 
@@ -177,6 +177,7 @@ class Block:
         word = tracked if followed else current if shared else self.next_word(key)
         self._words[slot + 1] = os.getpid()
         self._words[slot + 2] = Doing.CLAIMING
+        self._words[slot + 4] = 0
         self._words[slot] = word
         self.begin(word)
         return word, followed
@@ -227,6 +228,22 @@ class Block:
             if self._words[slot] == word:
                 found.append((worker, self._words[slot + 1], Doing(self._words[slot + 2])))
         return found
+
+    # -- how fast the loop is ----------------------------------------------------------------------------
+
+    def took(self, worker: int, now: float, each: float | None) -> None:
+        """The loop took a batch of this worker; it needs `each` seconds for one, None while that is not known."""
+        self._words[self._slot(worker) + 4] += 1
+        self._words[_SINCE] = int(now * 1e9)
+        self._words[_EACH] = 0 if each is None else max(1, int(each * 1e9))
+
+    def taken(self, worker: int) -> tuple[int, float, float] | None:
+        """(batches of this worker the loop took, when it took its last of all, seconds a batch), None at first."""
+        each = self._words[_EACH]
+        taken = self._words[self._slot(worker) + 4]
+        return (taken, self._words[_SINCE] / 1e9, each / 1e9) if each else None
+
+    # -- logs --------------------------------------------------------------------------------------------
 
     def page(self, worker: int) -> int:
         """The page on which the log of the next process with this worker's number begins."""

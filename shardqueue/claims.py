@@ -48,6 +48,8 @@ HOARD = 64
 """Units in hand after which only one more is asked for at a time."""
 LAST = 2
 """With fewer units left than this for each part of a learner's claiming, its first part does it alone."""
+NEAR = 16.0
+"""With fewer batches left than this for a learner, its loader's queue is not kept full."""
 TAIL = 2
 """The tail begins when fewer than TAIL units a learner are left."""
 LARGEST_FIRST = 4
@@ -241,6 +243,15 @@ class Claims:
 
     # -- what to do --------------------------------------------------------------------------------------
 
+    def observe(self, handed: int, taken: int, started: float, batch: float) -> None:
+        """Behind a loader: how many of our batches the training loop took, when the last of all, seconds a batch.
+
+        A loader keeps its queue full. Far from the end that is what it is for; near the end, a slow learner's full
+        queue is what all wait for. There, what waits in it counts as work in hand.
+        """
+        if self.window.left * self._learner_share * self._mean_size <= NEAR:
+            self.pace.observe(max(0, handed - taken), started, batch * self._parts)
+
     def poll(self, now: float) -> list[Ask]:
         """Return the calls to make now."""
         if not self.stopped and not self.exhausted and self.asks.error is None:
@@ -309,6 +320,18 @@ class Claims:
     def tail(self) -> bool:
         """Whether the plan is nearly used up."""
         return self.window.left <= TAIL * self.window.learners
+
+    @property
+    def _learner_share(self) -> float:
+        return self.window.share * self._parts
+
+    @property
+    def _mean_size(self) -> float:
+        """Batches of a unit ahead, roughly."""
+        if self.window.front >= len(self.plan):
+            return 0.0
+        position = self.plan.order(self.window.front)
+        return min(self._size(float(self.plan.batches(position) or 1), position), NEAR)
 
     # -- deciding ----------------------------------------------------------------------------------------
 

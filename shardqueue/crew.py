@@ -88,6 +88,11 @@ class Crew:
         """None: the session times its own loop."""
         return None
 
+    def took(self, step: Step, now: float, each: float | None) -> None:
+        """A batch reached the loop: its worker learns how far ahead it is."""
+        if step.worker != "main":
+            self._block.took(int(step.worker), now, each)
+
     def trained(self, step: Step) -> None:
         """One batch that reached the loop is trained."""
         with self._lock:

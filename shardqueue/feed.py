@@ -149,6 +149,12 @@ class Host(Protocol):
         """Batches of a pass that are with the consumer and not known to be trained."""
         ...
 
+    def taken(self) -> tuple[int, int, float, float] | None:
+        """Behind a loader, once known: batches handed to it, those of them the loop took, when it took its last of
+        all, and its seconds a batch.
+        """
+        ...
+
     def over(self) -> str:
         """Why the feed must end though its consumer has not left it; "" while it need not."""
         ...
@@ -314,6 +320,9 @@ class Feed:
         with self._lock:
             return None if self._claims is None else self._claims.pace.grade
 
+    def took(self, step: Step, now: float, each: float | None) -> None:
+        """A tracked loop took a batch; it was timed when it was handed out."""
+
     def trained(self, step: Step) -> None:
         """One batch that was handed out is trained."""
         with self._lock:
@@ -470,6 +479,9 @@ class Feed:
             self._left_why = why
             self._stop()
         may_claim = machine is self._opening or self._logged or now >= self._log_by
+        taken = self._host.taken()
+        if self._claims is not None and taken is not None:
+            self._claims.observe(*taken)
         if may_claim:
             asks = machine.poll(now)
             for claim in self._claims.take_asked() if self._claims is not None else ():
@@ -599,7 +611,9 @@ class Feed:
         """Load one more batch, or find that its unit has no more. One thread alone does this."""
         with self._lock:
             if self._reader is None:
-                self._reader = Reader(self._load, self._plan, self._to_load.popleft(), self._pass)
+                self._reader = Reader(
+                    self._load, self._plan, self._to_load.popleft(), self._pass, self._place.worker
+                )
             reader = self._reader
         began = self._clock.monotonic()
         try:

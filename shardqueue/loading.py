@@ -39,9 +39,9 @@ class Reader:
         count: batches given so far, without those skipped.
     """
 
-    def __init__(self, load: Load, plan: Plan, claim: Claim, pass_: str) -> None:
+    def __init__(self, load: Load, plan: Plan, claim: Claim, pass_: str, worker: str) -> None:
         self.claim, self.count = claim, 0
-        self._pass, self._index = pass_, 0
+        self._from, self._index = (pass_, worker), 0
         self._pairs = _pairs(load, plan, claim)
 
     def read(self) -> Loaded | None:
@@ -55,7 +55,7 @@ class Reader:
                 index, self._index = self._index, self._index + 1
                 if index >= self.claim.begin:
                     self.count += 1
-                    place = Step(step, self.claim.identifier, self.claim.attempt, index, self._pass)
+                    place = Step(step, self.claim.identifier, self.claim.attempt, index, *self._from)
                     return Loaded(self.claim, place, batch)
         except BaseException as error:
             error.add_note(f"raised by load for unit {self.claim.identifier!r}")

@@ -20,6 +20,8 @@ RECENT = 0.5
 """Weight of the newest batch in the average seconds a batch."""
 STICKY = 0.8
 """Half octaves by which the speed must differ from its grade before the grade follows."""
+TRANSFER = 0.005
+"""Seconds that a batch needs from a loader worker to the loop."""
 CLOSE = 1e-6
 """Seconds that make no difference."""
 
@@ -30,6 +32,7 @@ class Pace:
     Attributes:
         ahead: batches claimed, or asked for, and not handed out yet; its owner adds and takes away.
         inline: the consumer loads for itself, so that loading and what it does otherwise add up.
+        queue: batches handed out that the training loop has still to take, where that is known.
         grade: batches a second in half octaves (0 is one a second, 4 is four), None until some were timed. It
             changes only when the speed is well outside the old one, so that all who read it agree for long.
     """
@@ -37,17 +40,20 @@ class Pace:
     __slots__ = (
         "_batch",
         "_load_batch",
+        "_observed",
         "ahead",
         "claim_seconds",
         "grade",
         "inline",
         "load_seconds",
+        "queue",
         "started",
     )
 
     def __init__(self) -> None:
         self.ahead = 0.0
-        self.inline = False
+        self.inline = self._observed = False
+        self.queue = 0
         self.started: float | None = None
         self.claim_seconds = 0.0
         self.load_seconds = 0.0
@@ -55,13 +61,25 @@ class Pace:
         self._batch: float | None = None
         self._load_batch = 0.0
 
+    def observe(self, queue: int, started: float, batch: float) -> None:
+        """What the training loop behind a loader does: from here on this counts, not when the loader asks.
+
+        Args:
+            queue: batches between here and the loop.
+            started: when the loop took the running batch.
+            batch: seconds in which it takes one from here.
+        """
+        self._observed = True
+        self.queue, self.started, self._batch = queue, started, batch
+
     def handed(self, now: float) -> None:
         """The consumer got a batch."""
-        self.started = now
+        if not self._observed:
+            self.started = now
 
     def asked(self, now: float) -> None:
         """The consumer came back for the next batch: the running one took until now."""
-        if self.started is not None:
+        if self.started is not None and not self._observed:
             took = now - self.started
             self._batch = took if self._batch is None else self._batch + RECENT * (took - self._batch)
             self.started = None
@@ -82,22 +100,24 @@ class Pace:
     def batch(self, now: float) -> float | None:
         """Seconds a batch: of training or of loading, whichever is slower; None before anything is known."""
         seconds = self._batch
-        if self.started is not None and seconds is not None:
-            seconds = max(seconds, now - self.started)
         if seconds is None:
             return None
-        return max(seconds + self._load_batch if self.inline else max(seconds, self._load_batch), 1e-9)
+        if self.started is not None and not self._observed:
+            seconds = max(seconds, now - self.started)
+        add_up = self.inline and not self._observed
+        return max(seconds + self._load_batch if add_up else max(seconds, self._load_batch), 1e-9)
 
     def low_water(self, now: float, tail: bool) -> float:
         """Seconds of work in hand below which more must be asked for."""
         mark = MARGIN * (self.claim_seconds + self.load_seconds)
+        mark += TRANSFER if self._observed else 0.0
         return mark if tail else mark + (self.batch(now) or 0.0) / 3
 
     def work(self, now: float) -> float:
         """Seconds of work in hand: what waits, and what is left of the running batch."""
         batch = self.batch(now) or 0.0
         running = 0.0 if self.started is None else max(0.0, batch - (now - self.started))
-        return self.ahead * batch + running
+        return (self.ahead + self.queue) * batch + running
 
     def wanted(self, now: float, tail: bool) -> float:
         """Batches to ask for now; 0 when there is work enough.
@@ -118,6 +138,8 @@ class Pace:
         if self.started is None or batch is None:
             return None
         surplus = self.work(now) - self.low_water(now, tail)
+        if self._observed:
+            return now + surplus if surplus > CLOSE else None
         # Once the running batch is overdue, each second makes the others in hand look a second longer too.
         overdue = self.started + batch - now
         return now + surplus if CLOSE < surplus <= overdue + CLOSE else None

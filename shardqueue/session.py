@@ -78,6 +78,10 @@ class Source(Protocol):
         """How fast the loop takes batches (see `Pace.grade`), None while that is not known."""
         ...
 
+    def took(self, step: Step, now: float, each: float | None) -> None:
+        """A tracked loop took a batch at `now`; it needs `each` seconds for one, None while that is not known."""
+        ...
+
     def trained(self, step: Step) -> None:
         """One batch that was handed out is trained."""
         ...
@@ -221,14 +225,16 @@ class Session:
             self.came_back()
             waited = now - began
             for step in steps_in(item):
-                self._track(step.pass_)
+                source = self._track(step.pass_)
                 self.handed(step, waited)
                 waited = 0.0
+                if source is not None:
+                    source.took(step, now, self._pace.batch(now))
             self._pace.handed(now)
             yield item
             self._pace.asked(self.clock.monotonic())
 
-    def _track(self, pass_: str) -> None:
+    def _track(self, pass_: str) -> Source | None:
         """From now on only `track` reports what the consumer of this pass has; a wrapper holds what was taken."""
         source = self._sources.get(pass_)
         if source is None or not source.manned:
@@ -237,6 +243,7 @@ class Session:
             source.tracked = True
             with self.lock:
                 self._book.drop(pass_)
+        return source
 
     def _warn_untracked(self) -> None:
         from shardqueue.tracking import datasets_of_session
@@ -459,6 +466,10 @@ class Session:
         """Batches of a pass that are with the consumer and not known to be trained."""
         with self.lock:
             return [step for step in self._book.in_hand if step.pass_ == pass_]
+
+    def taken(self) -> tuple[int, int, float, float] | None:
+        """What a loop behind a loader took; a session's feeds see their consumer themselves."""
+        return None
 
     def over(self) -> str:
         """Why a feed must end though its consumer has not left it; never here."""

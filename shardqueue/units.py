@@ -117,21 +117,31 @@ class Step(int):
         attempt: which claim of that unit handed it out, from 0.
         index: place of the batch in the unit, from 0.
         pass_: name of the pass, "" for the first.
+        worker: "main", or the number of the loader worker that loaded it.
     """
 
     unit: str
     attempt: int
     index: int
     pass_: str
+    worker: str
 
-    def __new__(cls, value: int, unit: str, attempt: int = 0, index: int = 0, pass_: str = "") -> Step:
+    def __new__(
+        cls,
+        value: int,
+        unit: str,
+        attempt: int = 0,
+        index: int = 0,
+        pass_: str = "",
+        worker: str = "main",
+    ) -> Step:
         """See the class."""
         step = super().__new__(cls, value)
-        step.unit, step.attempt, step.index, step.pass_ = unit, attempt, index, pass_
+        step.unit, step.attempt, step.index, step.pass_, step.worker = unit, attempt, index, pass_, worker
         return step
 
-    def __reduce__(self) -> tuple[type[Step], tuple[int, str, int, int, str]]:
-        return type(self), (int(self), self.unit, self.attempt, self.index, self.pass_)
+    def __reduce__(self) -> tuple[type[Step], tuple[int, str, int, int, str, str]]:
+        return type(self), (int(self), self.unit, self.attempt, self.index, self.pass_, self.worker)
 
 
 def _runs(steps: int, unit_steps: int, lanes: int, taper: int | bool) -> Iterator[tuple[int, int]]:

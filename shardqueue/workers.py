@@ -42,7 +42,7 @@ SUPERSEDED = (
     "give each loader a SharedQueueDataset of its own"
 )
 PATROL = 0.1
-"""Seconds between two looks at the block."""
+"""Seconds between two looks at the block; a fifth of it where the loop's pace is to be read there."""
 
 
 def finished_pass(learner_id: str, number: int) -> PassFinishedError:
@@ -75,9 +75,9 @@ class LoaderWorker:
         self.clock: Clock = SystemClock()
         self.joined: Joined | None = None
         self.farewell: float = FAREWELL
-        self.patrol: float | None = PATROL
         self._block, self._pipe, self._number = block, pipe, number
         self.word, self.tracked = block.join(number, key)
+        self.patrol: float | None = PATROL / 5 if self.tracked else PATROL
         if block.is_over(self.word) and not self.left:
             raise ClosedError(SUPERSEDED)
         self._source: Source | None = None
@@ -85,6 +85,7 @@ class LoaderWorker:
         self._unsent: deque[Message] = deque()
         self._positions: dict[tuple[str, int], int] = {}
         self._yielded: list[Step] = []
+        self._handed = 0
         self._book = Book(
             learner_id, self.instance, str(number), this_process(), first_page=block.page(number)
         )
@@ -160,6 +161,7 @@ class LoaderWorker:
 
     def handed(self, step: Step, waited: float) -> None:  # noqa: ARG002
         """A batch went to the loader: from here on it is never offered to anybody else by this worker."""
+        self._handed += 1
         self._yielded.append(step)
         if self._source is not None:
             self._source.trained(step)
@@ -173,6 +175,11 @@ class LoaderWorker:
     def in_hand(self, pass_: str) -> list[Step]:  # noqa: ARG002
         """Batches of unfinished claims that are with the loader, or beyond."""
         return list(self._yielded)
+
+    def taken(self) -> tuple[int, int, float, float] | None:
+        """What the loop took of ours, and how fast it is, where it is tracked."""
+        taken = self._block.taken(self._number) if self.tracked else None
+        return None if taken is None else (self._handed, *taken)
 
     def over(self) -> str:
         """Why the feed must end; also sends what had no room in the pipe."""

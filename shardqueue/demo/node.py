@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from shardqueue.dataset import SharedQueueDataset
 from shardqueue.demo.model import Replica, learning_rate
-from shardqueue.demo.text import loader
+from shardqueue.demo.text import loader, rows_of
 from shardqueue.errors import RunFinishedError
 from shardqueue.mailbox import open_mailbox
 from shardqueue.session import Session
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from shardqueue.demo.options import Options
     from shardqueue.units import Unit
 
-    Item = tuple[str, int, int, Tensor]
+    Item = tuple[str, int, int, bytes]
     Phase = Literal["fixed split", "shared queue"]
 
 
@@ -83,20 +83,20 @@ def _leave_with_parent() -> None:
 
 
 class Slice(IterableDataset[Any]):
-    """The batches of some units, in order: `(unit, index of the batch in it, step, rows)`."""
+    """The batches of some units, in order: `(unit, index of the batch in it, step, batch)`."""
 
     def __init__(
         self,
         units: Mapping[str, Unit],
         names: list[str],
-        load: Callable[[Unit], Iterator[tuple[int, Tensor]]],
+        load: Callable[[Unit], Iterator[tuple[int, bytes]]],
     ) -> None:
         self._units, self._names, self._load = units, names, load
 
     def __iter__(self) -> Iterator[Item]:
         for name in self._names:
-            for index, (step, rows) in enumerate(self._load(self._units[name])):
-                yield name, index, step, rows
+            for index, (step, batch) in enumerate(self._load(self._units[name])):
+                yield name, index, step, batch
 
 
 def reader(dataset: IterableDataset[Any]) -> DataLoader[Any]:
@@ -159,14 +159,14 @@ class Node:
 
     def _queued(self, dataset: SharedQueueDataset, session: Session) -> Generator[Item]:
         with suppress(RunFinishedError), session:  # the error: all was handed out before this node arrived
-            for step, rows in session.track(reader(dataset)):
-                yield step.unit, step.index, int(step), rows
-                session.step(samples=len(rows))
+            for step, batch in session.track(reader(dataset)):
+                yield step.unit, step.index, int(step), batch
+                session.step(samples=self._options.sequences)
 
-    def _train(self, start: float, unit: str, index: int, step: int, rows: Tensor) -> Record:
+    def _train(self, start: float, unit: str, index: int, step: int, batch: bytes) -> Record:
         began = time.monotonic()
         self._replica.copy_in(self._shared.parameters)
-        self._replica.compute(rows)
+        self._replica.compute(rows_of(batch, self._options.context))
         time.sleep(max(0.0, start + self._pace.finish(began - start, self._seconds) - time.monotonic()))
         self._replica.add_out(self._shared.parameters, learning_rate(step, self._options.steps))
         self._shared.done[self._number] += 1
