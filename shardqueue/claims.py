@@ -403,7 +403,9 @@ class Claims:
             if position is not None or may_look:
                 return position
         position = window.home()
-        if position is None:
+        if position is not None:
+            self._thefts = 0  # a listing is for thefts right after it
+        else:
             position = self._stolen(window.largest if window.uneven else window.steal)
         if position is None and not may_look:
             position = window.steal(unlisted=True)

@@ -54,6 +54,7 @@ class Window:
         self.listed = (0, 0)
         self.learners = 1
         self._home, self._cycle = [0], 1
+        self._parts = 1
         self.careful = False
         self._random = random
         self._base = 0
@@ -107,6 +108,7 @@ class Window:
         self.learners, self._cycle = len(weights), len(table)
         home = [place for place, owner in enumerate(table) if owner == me]
         self._home = home[part::parts]
+        self._parts = parts
         self._stale = True
 
     def start_at(self, place: int) -> None:
@@ -219,8 +221,9 @@ class Window:
 
     def _window_stop(self, front: int) -> int:
         span, count = self.plan.span, len(self.plan)
-        low = min(count, front + max(LEAST_DEPTH * self.learners, min(self._ahead, DEPTH * self.learners)))
-        high = min(count, front + DEPTH * self.learners)
+        claimers = self.learners * self._parts
+        low = min(count, front + max(LEAST_DEPTH * claimers, min(self._ahead, DEPTH * claimers)))
+        high = min(count, front + DEPTH * claimers)
         bound = span(front) + DRIFT * self.plan.steps if front < count else 0.0
         if span(high) <= bound:
             return high
