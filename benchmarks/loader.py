@@ -422,14 +422,14 @@ class Loader:
         for name, size, steps, reach in (("2 MB", 2 * 2**20, 512, 100.0), ("4 KB", 4096, 1024, None)):
             match = self._of_tokens(f"batches of {name}", size, steps // 4 if self.quick else steps)
             for workers in WORKERS:
-                self.match(match, workers, 2 if self.quick else 5, reach)
+                self.match(match, workers, 2 if self.quick else 5, None if self.quick else reach)
 
     def _of_tokens(self, name: str, size: int, steps: int) -> Match:
         tokens = self.tokens(batch_bytes=size)
-        units = unit_grid(steps, 16, taper=4)
+        units = unit_grid(steps, 16, taper=False)
         split = Split(list(units.values()), tokens.load)
         return Match(
-            f"{steps} {name}, {len(units)} units",
+            f"{steps} {name}, 16 a unit",
             steps,
             once=lambda: iter(split),
             plain=lambda workers: make_loader(split, workers, batch_size=None),

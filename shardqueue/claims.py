@@ -56,6 +56,8 @@ LARGEST_FIRST = 4
 """With fewer units a learner left than this, the largest known free unit goes first."""
 GRADING = 4
 """The others' speeds are first read when (GRADING x learners squared) units are known to be claimed."""
+FEW = 8
+"""With fewer units a learner left than this, stealing is careful: one steal a listing."""
 THEFTS = 8
 """Steals one listing may serve, at most; fewer when few units a learner are left."""
 PLENTY = 1e6
@@ -403,9 +405,9 @@ class Claims:
             if position is not None or may_look:
                 return position
         position = window.home()
-        if position is not None:
-            self._thefts = 0  # a listing is for thefts right after it
-        else:
+        if position is not None and window.left > FEW * window.learners:
+            self._thefts = 0  # a listing is for thefts right after it; later it is old
+        if position is None:
             position = self._stolen(window.largest if window.uneven else window.steal)
         if position is None and not may_look:
             position = window.steal(unlisted=True)
@@ -509,7 +511,7 @@ class Claims:
         whole = page is None or len(answer) < page
         stop = len(self.plan) if whole or not places else places[-1] + 1
         self.window.saw(places, start, stop)
-        self._thefts = max(1, min(THEFTS, self.window.left // (8 * self.window.learners)))
+        self._thefts = max(1, min(THEFTS, self.window.left // (FEW * self.window.learners)))
         self._next_scan = now + SCAN_SHARE * (now - asked)
         if self._may_seek and not whole and start == 0:
             self._seek = (stop, len(self.plan))
