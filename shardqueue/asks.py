@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 PATIENCE = 300.0
 """Seconds without any answer from the mailbox before a machine gives up."""
 PAUSE, LONGEST_PAUSE = 0.2, 5.0
+SLOWLY = 1.02
+"""How fast a past minimum is forgotten, per call."""
 LONGEST_SILENCE = 90.0
 """Seconds between two failed calls that count as the mailbox's silence, at most."""
 
@@ -40,7 +42,10 @@ class Ask:
 
 
 class Asks:
-    """The calls of one machine. `error` is set when it cannot go on; then nothing more is handed out."""
+    """The calls of one machine. `error` is set when it cannot go on; then nothing more is handed out.
+
+    `quickest`: seconds of the quickest call of late, which is what the way to the mailbox costs any of them.
+    """
 
     __slots__ = (
         "_last_failure",
@@ -52,12 +57,14 @@ class Asks:
         "error",
         "in_flight",
         "last_error",
+        "quickest",
     )
 
     def __init__(self, random: Random, patience: float = PATIENCE) -> None:
         self.error: Exception | None = None
         self.in_flight = 0
         self.last_error: Exception | None = None
+        self.quickest = float("inf")
         self._random, self._patience = random, patience
         self._ready: list[Ask] = []
         self._later: list[tuple[float, Ask]] = []
@@ -114,6 +121,7 @@ class Asks:
         """The call returned `answer`."""
         self.in_flight -= 1
         self._last_failure, self._silent = None, 0.0
+        self.quickest = min(now - ask.asked, SLOWLY * self.quickest)
         try:
             ask.then(answer, now)
         except ShardQueueError as error:

@@ -28,14 +28,16 @@ WORKERS = 256
 """Workers a loader may have."""
 _KEY_BITS = 40
 _RING = 64
-_HEAD = 11
+_HEAD = 12
 _BEGUN = _HEAD
 _FINISHED = _BEGUN + _RING
 _SLOTS = _FINISHED + _RING
 _SLOT = 5
 WORDS = _SLOTS + _SLOT * WORKERS
 """Words of a block."""
-_OWNER, _INSTANCE, _EPOCH, _RUN, _TRACKED, _LEFT, _CURRENT, _BEGINS, _FINISHES, _SINCE, _EACH = range(_HEAD)
+_OWNER, _INSTANCE, _EPOCH, _RUN, _TRACKED, _LEFT, _CURRENT, _BEGINS, _FINISHES, _SINCE, _EACH, _FRESH = range(
+    _HEAD
+)
 _MESSAGE = struct.Struct("<6q")
 
 
@@ -135,12 +137,24 @@ class Block:
 
     def next_word(self, key: int) -> int:
         """The word of the iteration that would begin now."""
-        epoch = self.epoch
-        return iteration_word(pass_of(self._words[_CURRENT]) + 1 if epoch is None else epoch, key)
+        return self._after(self._words[_CURRENT], key)
 
-    def expect(self, word: int) -> None:
-        """The workers that begin next take part in this iteration, which `Session.track` makes."""
+    def _after(self, current: int, key: int) -> int:
+        epoch = self.epoch
+        return iteration_word(pass_of(current) + 1 if epoch is None else epoch, key)
+
+    def expect(self, word: int, fresh: bool) -> None:
+        """The workers that begin next take part in this iteration, which `Session.track` makes.
+
+        `fresh`: nothing was claimed when the training process looked.
+        """
+        self._words[_FRESH] = fresh
         self._words[_TRACKED] = word
+
+    @property
+    def fresh(self) -> bool:
+        """Whether nothing was claimed when the tracked iteration was made."""
+        return bool(self._words[_FRESH])
 
     def leave(self, word: int) -> None:
         """The loop of a tracked iteration was left: its workers are to stop, late ones not to begin."""
@@ -174,7 +188,8 @@ class Block:
         if missed:
             return missed, False
         shared = key_of(current) == key and mine != current
-        word = tracked if followed else current if shared else self.next_word(key)
+        # From `current` as it was read once: read again, it may be what a sibling has just made of it.
+        word = tracked if followed else current if shared else self._after(current, key)
         self._words[slot + 1] = os.getpid()
         self._words[slot + 2] = Doing.CLAIMING
         self._words[slot + 4] = 0
@@ -188,7 +203,7 @@ class Block:
         for word in reversed(begun[:-1]):
             if word == mine:
                 break
-            if key_of(word) == key and begun[-1] != mine:
+            if key_of(word) == key and begun[-1] not in (mine, word):
                 return word
         return 0
 

@@ -63,7 +63,7 @@ THEFTS = 8
 PLENTY = 1e6
 """Batches a unit is taken to have while nothing is known of its kind: one is enough to begin with."""
 SCAN_SHARE = 20.0
-"""Where a listing scans a whole folder: seconds to let pass for each second a listing took."""
+"""Where a listing scans a whole folder: seconds to let pass for each second a listing took beyond a quick call."""
 
 
 class State(Enum):
@@ -251,8 +251,8 @@ class Claims:
         A loader keeps its queue full. Far from the end that is what it is for; near the end, a slow learner's full
         queue is what all wait for. There, what waits in it counts as work in hand.
         """
-        if self.window.left * self._learner_share * self._mean_size <= NEAR:
-            self.pace.observe(max(0, handed - taken), started, batch * self._parts)
+        near = self.window.left * self._learner_share * self._mean_size <= NEAR
+        self.pace.observe(max(0, handed - taken) if near else 0, started, batch * self._parts)
 
     def poll(self, now: float) -> list[Ask]:
         """Return the calls to make now."""
@@ -388,7 +388,7 @@ class Claims:
             few = min(3, len(self.plan) // 64) + 1.0
             size = float(self.plan.batches(self.plan.order(0)) or 1)
             wanted = max(wanted, max(few, min(FIRST, few * size)) - self.pace.ahead)
-        if self.pace.inline:
+        if self.pace.inline and not self.pace.observed:
             # A loader first fills its own queue at full speed; that must not be taken for the speed of training.
             wanted = min(wanted, max(0.0, self._handed + FIRST - self.pace.ahead))
         return wanted
@@ -512,7 +512,7 @@ class Claims:
         stop = len(self.plan) if whole or not places else places[-1] + 1
         self.window.saw(places, start, stop)
         self._thefts = max(1, min(THEFTS, self.window.left // (FEW * self.window.learners)))
-        self._next_scan = now + SCAN_SHARE * (now - asked)
+        self._next_scan = now + SCAN_SHARE * max(0.0, now - asked - self.asks.quickest)
         if self._may_seek and not whole and start == 0:
             self._seek = (stop, len(self.plan))
         self._may_seek = False

@@ -30,7 +30,9 @@ from shardqueue.feed import Feed, Place
 from shardqueue.learner import learner_label, new_instance
 from shardqueue.mailbox import open_mailbox
 from shardqueue.plan import Plan, check_identifier
+from shardqueue.records import RunKeys
 from shardqueue.rows import RowBatches, check_rows
+from shardqueue.run import Joined, new_manifest
 from shardqueue.session import Session, find_session, warn_of_another_session
 from shardqueue.tracking import register
 from shardqueue.units import check_count, check_int, unit_ranges
@@ -112,6 +114,7 @@ class SharedQueueDataset(IterableDataset[Any]):
         *,
         drop_last: bool = False,
         with_step: bool = False,
+        taper: int | bool = 64,
         learner_id: str | None = None,
         run: str | None = None,
     ) -> SharedQueueDataset:
@@ -131,6 +134,7 @@ class SharedQueueDataset(IterableDataset[Any]):
             collate_fn: makes a batch of a list of rows; None for torch's `default_collate`.
             drop_last: leave out the last batch if it is short.
             with_step: yield `(step, batch)`, which `Session.track` needs, instead of the batch alone.
+            taper: the number of learners that the end of an epoch is cut for; False for units of one size.
             learner_id, run: as above.
 
         Raises:
@@ -151,7 +155,7 @@ class SharedQueueDataset(IterableDataset[Any]):
                 remedy = "pass drop_last=False or a smaller batch_size"
                 raise InvalidInputError("batch_size", batch_size, f"at most {len(dataset)}, the rows", remedy)
         batches = RowBatches(dataset, rows, batch_size, shuffle, seed, collate_fn)
-        units = unit_ranges(rows, unit_batches * batch_size, batch_size)
+        units = unit_ranges(rows, unit_batches * batch_size, batch_size, taper)
         self = cls.__new__(cls)
         agreed = {"shuffle": shuffle, "seed": seed if shuffle else None}
         self._begin_life(Plan(units, agreed=agreed), mailbox, learner_id, run)
@@ -220,13 +224,14 @@ class SharedQueueDataset(IterableDataset[Any]):
         name = pass_name(pass_of(word))
         if any(doing is Doing.CLAIMING for _, _, doing in self._block.workers(self._block.current)):
             session.adopt(self._block.instance)
+        first = session.joined is None
         joined = session.open(self._plan, self._run or self._block.run, name)
         self._block.name(session.instance)
         self._block.run = joined.keys.run
         crew = Crew(self._plan, session, self._block, self._pipe, word)
         session.admit(crew, name)
         self._source = crew
-        self._block.expect(word)
+        self._block.expect(word, fresh=first and not joined.late)
         return crew
 
     def _be_home(self) -> None:
@@ -327,10 +332,15 @@ class SharedQueueDataset(IterableDataset[Any]):
             parts=info.num_workers,
             inline=True,
             offers=not worker.tracked,
+            fresh=self._block.fresh,
         )
         if not (worker.tracked or info.id or worker.pass_):
             logger.warning("%s: %s", self.learner_id, UNTRACKED)
         run = self._run or self._block.run
+        if worker.tracked and run is not None:
+            # The training process has agreed on it.
+            manifest = new_manifest(self._plan, self.learner_id, worker.clock.wall())
+            worker.joined = Joined(RunKeys(run), manifest)
         feed = Feed(self._plan, worker, self._load_of(worker.word), 1, run, place)
         failed = True
         try:

@@ -179,6 +179,7 @@ class Place:
         parts: how many there are.
         inline: the consumer loads for itself.
         offers: it offers to others what was not trained when it is left.
+        fresh: nothing was claimed in the pass when the host last looked.
     """
 
     pass_: str = ""
@@ -187,6 +188,7 @@ class Place:
     parts: int = 1
     inline: bool = False
     offers: bool = True
+    fresh: bool = False
 
 
 class Feed:
@@ -286,7 +288,7 @@ class Feed:
             if self._exhausted():
                 self._end()
                 raise StopIteration
-            self._news.notify()
+            self._nudge(self._clock.monotonic())
             return None
 
     def _end(self) -> None:
@@ -300,10 +302,18 @@ class Feed:
         now = self._clock.monotonic()
         claims.handed(head.claim, now)
         self._room.notify()
-        wake = claims.wake(now)
-        if claims.due(now) or (wake is not None and wake < self._sleeps_until):
-            self._news.notify()
+        self._nudge(now)
         return head
+
+    def _nudge(self, now: float) -> None:
+        """Wake the driver if there is something for it to do, or it sleeps too long now."""
+        claims = self._claims
+        if claims is None or claims.exhausted or claims.due(now):
+            self._news.notify()
+            return
+        wake = claims.wake(now)
+        if wake is not None and wake < self._sleeps_until:
+            self._news.notify()
 
     def _head_may_come(self) -> bool:
         claims = self._claims
@@ -440,7 +450,7 @@ class Feed:
         joined = self._host.joined
         if joined is not None:
             check_joined(joined, self._plan, self._run)
-            self._begin(joined, late=True)
+            self._begin(joined, late=joined.late or not self._place.fresh)
             return None
         manifest = new_manifest(self._plan, self._owner.learner, self._clock.wall())
         return Opening(
@@ -587,6 +597,13 @@ class Feed:
 
     def _load_all(self) -> None:
         """The loading thread."""
+        try:
+            self._load_on()
+        except BaseException as error:  # the consumer must hear of it, whatever it is
+            with self._lock:
+                self._fail(error)
+
+    def _load_on(self) -> None:
         while True:
             with self._lock:
                 while not (self._closing or self._error) and self._must_wait():
@@ -631,7 +648,7 @@ class Feed:
             else:
                 self._note_load(reader.count, seconds)
                 self._buffer.append(loaded)
-            self._news.notify()
+            self._nudge(began + seconds)
             self._ready.ring()
 
     def _leave_unit(self) -> None:

@@ -32,6 +32,7 @@ class Pace:
     Attributes:
         ahead: batches claimed, or asked for, and not handed out yet; its owner adds and takes away.
         inline: the consumer loads for itself, so that loading and what it does otherwise add up.
+        observed: the training loop behind a loader is seen (`observe`), and its pace counts.
         queue: batches handed out that the training loop has still to take, where that is known.
         grade: batches a second in half octaves (0 is one a second, 4 is four), None until some were timed. It
             changes only when the speed is well outside the old one, so that all who read it agree for long.
@@ -40,19 +41,19 @@ class Pace:
     __slots__ = (
         "_batch",
         "_load_batch",
-        "_observed",
         "ahead",
         "claim_seconds",
         "grade",
         "inline",
         "load_seconds",
+        "observed",
         "queue",
         "started",
     )
 
     def __init__(self) -> None:
         self.ahead = 0.0
-        self.inline = self._observed = False
+        self.inline = self.observed = False
         self.queue = 0
         self.started: float | None = None
         self.claim_seconds = 0.0
@@ -69,17 +70,17 @@ class Pace:
             started: when the loop took the running batch.
             batch: seconds in which it takes one from here.
         """
-        self._observed = True
+        self.observed = True
         self.queue, self.started, self._batch = queue, started, batch
 
     def handed(self, now: float) -> None:
         """The consumer got a batch."""
-        if not self._observed:
+        if not self.observed:
             self.started = now
 
     def asked(self, now: float) -> None:
         """The consumer came back for the next batch: the running one took until now."""
-        if self.started is not None and not self._observed:
+        if self.started is not None and not self.observed:
             took = now - self.started
             self._batch = took if self._batch is None else self._batch + RECENT * (took - self._batch)
             self.started = None
@@ -102,15 +103,15 @@ class Pace:
         seconds = self._batch
         if seconds is None:
             return None
-        if self.started is not None and not self._observed:
+        if self.started is not None and not self.observed:
             seconds = max(seconds, now - self.started)
-        add_up = self.inline and not self._observed
+        add_up = self.inline and not self.observed
         return max(seconds + self._load_batch if add_up else max(seconds, self._load_batch), 1e-9)
 
     def low_water(self, now: float, tail: bool) -> float:
         """Seconds of work in hand below which more must be asked for."""
         mark = MARGIN * (self.claim_seconds + self.load_seconds)
-        mark += TRANSFER if self._observed else 0.0
+        mark += TRANSFER if self.observed else 0.0
         return mark if tail else mark + (self.batch(now) or 0.0) / 3
 
     def work(self, now: float) -> float:
@@ -138,7 +139,7 @@ class Pace:
         if self.started is None or batch is None:
             return None
         surplus = self.work(now) - self.low_water(now, tail)
-        if self._observed:
+        if self.observed:
             return now + surplus if surplus > CLOSE else None
         # Once the running batch is overdue, each second makes the others in hand look a second longer too.
         overdue = self.started + batch - now

@@ -6,13 +6,16 @@ import multiprocessing
 import os
 from array import array
 from itertools import permutations
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shardqueue.block import WORDS, Block, Doing, Message, Pipe, Told, iteration_key, pass_name, pass_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def block() -> Block:
@@ -63,6 +66,45 @@ def test_a_worker_that_was_too_slow_takes_nothing_over() -> None:
     assert shared.join(1, 2) == (second, False)
 
 
+class Interrupted:
+    """Words of which the `number`-th read lets somebody else go first."""
+
+    def __init__(self, words: memoryview, number: int, other: Callable[[], object]) -> None:
+        self._words, self._left, self._other = words, number, other
+
+    def __getitem__(self, place: int) -> int:
+        self._left -= 1
+        if self._left == 0:
+            self._other()
+        return self._words[place]
+
+    def __setitem__(self, place: int, word: int) -> None:
+        self._words[place] = word
+
+
+@pytest.mark.parametrize("equal_seeds", [False, True])
+@pytest.mark.parametrize("number", range(1, 40))
+def test_workers_that_join_at_once_agree(number: int, equal_seeds: bool) -> None:
+    """Whatever one reads before the other has joined, and after."""
+    words = memoryview(array("q", bytes(8 * WORDS)))
+    shared = Block(words)
+    shared.own("00ffab")
+    for epoch in range(3):
+        key = 7 if equal_seeds else epoch
+        others: list[tuple[int, bool]] = []
+
+        def join_another(key: int = key, others: list[tuple[int, bool]] = others) -> None:
+            others.append(shared.join(1 + len(others), key))
+
+        interrupted: Any = Interrupted(words, number, join_another)
+        mine = Block(interrupted).join(0, key)
+        while len(others) < 2:
+            join_another()
+        assert {mine, *others} == {mine}
+        assert pass_of(mine[0]) == epoch
+        assert [worker for worker, _, _ in shared.workers(mine[0])] == [0, 1, 2]
+
+
 def test_seeds_that_take_turns_are_new_iterations() -> None:
     shared = block()
     for number in range(6):
@@ -73,7 +115,7 @@ def test_seeds_that_take_turns_are_new_iterations() -> None:
 def test_a_tracked_iteration_is_joined_once_by_each_worker() -> None:
     shared = block()
     word = shared.next_word(9)
-    shared.expect(word)
+    shared.expect(word, fresh=True)
     assert joins(shared, 1, range(3)) == {(word, True)}
     ((later, tracked),) = joins(shared, 2, range(3))
     assert (pass_of(later), tracked) == (1, False)
@@ -82,7 +124,7 @@ def test_a_tracked_iteration_is_joined_once_by_each_worker() -> None:
 def test_leaving_is_seen_by_those_who_come_late() -> None:
     shared = block()
     word = shared.next_word(9)
-    shared.expect(word)
+    shared.expect(word, fresh=True)
     shared.leave(word)
     assert shared.join(0, 1) == (word, True)
     assert shared.is_over(word)
