@@ -321,7 +321,7 @@ class Opening:
         run = look.keys.run
         return RunFinishedError(
             f"run {run} under this prefix is finished: all {len(self._plan)} units were handed out. "
-            f'To train again, use another prefix, or name a run: shared_queue(..., run="again-{int(run) + 1}")'
+            f'To train again, use another prefix, or name a run: pass run="again-{int(run) + 1}"'
         )
 
 
