@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
+import random
+import signal
+import threading
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -144,3 +148,38 @@ def test_every_row_once_an_epoch(case: Case, fleet: Fleet, tmp_path: Path) -> No
     for epoch in range(case.epochs):
         together = Counter(row for node in trained for row in node[epoch])
         assert together == whole(case), f"epoch {epoch}"
+
+
+def load_with_pid(unit: Unit) -> Iterator[tuple[int, tuple[int, int, int]]]:
+    for step in unit.steps:
+        yield step, (step, unit.lane, os.getpid())
+
+
+def train_with_accidents(rank: int, mailbox: str, seed: int, accidents: int) -> list[tuple[int, int]]:
+    """Come back after each killed worker, until nothing is left; what was trained."""
+    chance = random.Random(seed * 10 + rank)
+    trained: list[tuple[int, int]] = []
+    for accident in range(accidents + 1):
+        dataset = SharedQueueDataset(
+            unit_grid(100, 4, LANES, taper=8), mailbox, load_with_pid, f"n{rank}", "1"
+        )
+        loader: Any = DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context="fork")
+        left = chance.randrange(1, 20) if accident < accidents else -1
+        with suppress(RuntimeError), Session(mailbox, f"n{rank}") as session:
+            for _, (step, lane, worker) in session.track(loader):
+                trained.append((step, lane))
+                session.step()
+                left -= 1
+                if not left:
+                    os.kill(worker, signal.SIGKILL)
+                    threading.Event().wait(10)  # torch raises here
+        del loader
+        gc.collect()
+    return trained
+
+
+@pytest.mark.parametrize("seed", [1] + [pytest.param(seed, marks=pytest.mark.full) for seed in range(2, 12)])
+def test_killed_workers_lose_and_repeat_nothing(seed: int, fleet: Fleet, tmp_path: Path) -> None:
+    trained = fleet.run(train_with_accidents, str(tmp_path / "queue"), seed, 2)
+    together = Counter(row for node in trained for row in node)
+    assert together == Counter((step, lane) for step in range(100) for lane in range(LANES))
