@@ -51,6 +51,8 @@ class Doing(IntEnum):
     YIELDED = 3
     """The first worker claims the last units."""
     STOPPED = 4
+    DONE = 5
+    """It has handed out everything it claimed, and ended."""
 
 
 def iteration_key(*parts: object) -> int:
@@ -208,7 +210,7 @@ class Block:
         return 0
 
     def finish(self, word: int) -> None:
-        """Nothing was left to claim in this iteration."""
+        """This iteration came to the end of its pass."""
         if word not in self._kept(_FINISHED, _FINISHES):
             self._keep(_FINISHED, _FINISHES, word)
 

@@ -129,6 +129,8 @@ class Crew:
             self._thread.join()
             raise
         finally:
+            if self._ended:
+                self._block.finish(self._word)
             self._session.dismiss(self, self._pass, self._ended)
 
     # -- inside ------------------------------------------------------------------------------------------

@@ -194,13 +194,15 @@ class LoaderWorker:
         while not self._send() and not self._block.is_over(self.word):
             threading.Event().wait(PATROL)
         self._doing = Doing.YIELDED if yielded else Doing.ENDED if ended else Doing.STOPPED
-        if self._doing is Doing.ENDED:
-            self._block.finish(self.word)
         self._block.note(self._number, self.word, self._doing)
 
     def dismiss(self, source: Source, pass_: str, ended: bool) -> None:  # noqa: ARG002
         """The feed is over."""
         self._book.left = "end" if ended and self._doing is Doing.ENDED else "early"
+        if ended and not self.tracked:
+            self._block.note(self._number, self.word, Doing.DONE)
+            if {doing for _, _, doing in self._block.workers(self.word)} == {Doing.DONE}:
+                self._block.finish(self.word)
         if self._writer is not None:
             self._writer.finish(self.clock.monotonic() + self.farewell)
             self._block.turn_to(self._number, self._book.next_page)

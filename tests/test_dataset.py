@@ -20,6 +20,7 @@ from learners import given_back, last_page, pages, until
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
 
 from shardqueue import Session, SharedQueueDataset, Step, Unit, open_mailbox, unit_grid
+from shardqueue.block import Doing
 from shardqueue.errors import (
     ClosedError,
     InvalidInputError,
@@ -275,6 +276,22 @@ def test_an_epoch_left_half_way_goes_on_when_it_is_set_again(queue: str, workers
             dataset.set_epoch(0)
             trained += drain(loader_of(dataset, workers), session, most)
         assert Counter(trained) == whole(units)
+
+
+def test_an_epoch_whose_workers_had_ended_goes_on_when_it_is_set_again(queue: str) -> None:
+    """The workers have claimed and loaded everything; the loop has taken one batch."""
+    units = unit_grid(6, 1)
+    dataset = SharedQueueDataset(units, queue, load, "a")
+    with Session(queue, "a") as session:
+        items = session.track(loader_of(dataset, 2, prefetch_factor=8))
+        trained = [value(next(items)[1])]
+        session.step()
+        word = dataset._block.current
+        until(lambda: {doing for *_, doing in dataset._block.workers(word)} <= {Doing.ENDED, Doing.YIELDED})
+        items.close()  # type: ignore[attr-defined]
+        dataset.set_epoch(0)
+        trained += drain(loader_of(dataset, 2), session)
+    assert Counter(trained) == whole(units)
 
 
 @pytest.mark.parametrize("workers", WORKERS)

@@ -124,6 +124,8 @@ class Options:
 
 
 FULL = Options(steps=224, unit_steps=8)
+LARGEST_SHARE = 4
+"""The slowest node must be able to train so many of the largest units while all train everything."""
 QUICK = Options(steps=56, unit_steps=8)
 
 
@@ -137,7 +139,10 @@ def mixed(options: Options, speeds: tuple[float, ...], slows: bool = False) -> O
     fastest = options.batch_seconds / max(options.speeds) * max(speeds)
     seconds = max(fastest, sum(speeds) / BATCHES_A_SECOND)
     work = options.work / sum(options.speeds) * sum(speeds)
-    return replace(checked, steps=round(work / seconds) // len(speeds), batch_seconds=seconds)
+    steps = round(work / seconds) // len(speeds)
+    limit = steps * len(speeds) * seconds / sum(speeds)
+    few = max(1, int(limit * min(speeds) / seconds / LARGEST_SHARE))
+    return replace(checked, steps=steps, unit_steps=min(options.unit_steps, few), batch_seconds=seconds)
 
 
 def read_speeds(text: str) -> tuple[float, ...]:
