@@ -385,13 +385,18 @@ class Claims:
         wanted = self.pace.wanted(now, self.tail)
         if wanted and self.pace.batch(now) is None and self.pace.started is None:
             # Nothing timed yet: a few more units hide the first claims' latency where there are plenty.
-            few = min(3, len(self.plan) // 64) + 1.0
-            size = float(self.plan.batches(self.plan.order(0)) or 1)
-            wanted = max(wanted, max(few, min(FIRST, few * size)) - self.pace.ahead)
+            wanted = max(wanted, self._first - self.pace.ahead)
         if self.pace.inline and not self.pace.observed:
             # A loader first fills its own queue at full speed; that must not be taken for the speed of training.
-            wanted = min(wanted, max(0.0, self._handed + FIRST - self.pace.ahead))
+            wanted = min(wanted, max(0.0, max(self._first, self._handed) - self.pace.ahead))
         return wanted
+
+    @property
+    def _first(self) -> float:
+        """Batches to begin with."""
+        few = min(3, len(self.plan) // 64) + 1.0
+        size = float(self.plan.batches(self.plan.order(0)) or 1)
+        return max(few, min(FIRST, few * size))
 
     def _pick(self, now: float) -> int | None:
         window = self.window

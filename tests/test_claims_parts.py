@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from shardqueue.claims import FIRST, NEAR, Claim, Claims, Owner
+from shardqueue.claims import NEAR, Claim, Claims, Owner
 from shardqueue.mailbox.memory import MemoryMailbox
 from shardqueue.pace import MARGIN, TRANSFER, Pace
 from shardqueue.plan import Plan
@@ -86,7 +86,7 @@ def test_parts_of_a_home_are_all_of_it(parts: int) -> None:
 
 
 def test_a_loader_that_fills_its_queue_is_not_taken_for_a_fast_one() -> None:
-    """Batches asked for at once, claims that take a second: as many as were handed out, and a few."""
+    """Batches asked for at once, claims that take a second: as many as were handed out, or the first few."""
     plan = Plan(unit_grid(10_000, 1, taper=False))
     part = Part(MemoryMailbox(), plan, 0, 1)
     part.claims.pace.inline = True
@@ -96,7 +96,7 @@ def test_a_loader_that_fills_its_queue_is_not_taken_for_a_fast_one() -> None:
             part.turn(now * 1e-3)
             part.claims.pace.started = now * 1e-3
             part.claims.pace.asked(now * 1e-3)
-        assert part.claims.pace.ahead <= len(part.seen) + FIRST
+        assert part.claims.pace.ahead <= max(4, len(part.seen))
 
 
 def test_far_from_the_end_the_loaders_queue_does_not_count() -> None:
