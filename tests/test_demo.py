@@ -617,6 +617,8 @@ def test_a_mailbox_is_tried_before_anything_runs_and_credentials_in_it_are_not_r
     (tmp_path / "file").write_text("")
     with pytest.raises(MailboxError, match="file"):
         run(TINY, tmp_path / "demo.json", mailbox=str(tmp_path / "file"))
+    with pytest.raises(InvalidInputError, match="names a bucket"):
+        run(TINY, tmp_path / "demo.json", mailbox="s3://")
     with pytest.raises(InvalidInputError, match="free of credentials") as caught:
         run(TINY, tmp_path / "demo.json", mailbox="s3://key:hidden@bucket/demos")
     assert "hidden" not in str(caught.value)

@@ -128,6 +128,9 @@ def _place(mailbox: str | None) -> Iterator[tuple[str, str | None]]:
         bound = "a folder or s3://bucket/prefix: the nodes are processes"
         raise InvalidInputError("mailbox", mailbox, bound, "pass --mailbox URL, or leave it out")
     own = f"demo-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
+    if mailbox.partition("://")[1] and not mailbox.partition("://")[2].strip("/"):
+        bound = "a URL that names a bucket or a folder"
+        raise InvalidInputError("mailbox", mailbox, bound, "pass --mailbox s3://bucket/prefix")
     url = f"{mailbox}{'' if mailbox.endswith('/') else '/'}{own}"
     open_mailbox(url)
     yield url, url
