@@ -236,6 +236,8 @@ def test_another_mix_takes_the_same_time_and_no_more_computing() -> None:
     assert three.limit == pytest.approx(QUICK.limit, rel=0.02)
     assert three.equal_split == pytest.approx(66 * 0.15 / 2)
     assert three.slowdown is None
+    unequal = mixed(QUICK, (4.0, 4.0, 2.0, 2.0, 1.0, 1.0, 0.5, 0.5))
+    assert unequal.unit_steps == 2, "a unit of 8 would take the slowest node longer than all it has"
     many = mixed(QUICK, (1.0,) * 26)
     assert many.batch_seconds == pytest.approx(26 / 60), "all together are as fast as the usual ones"
     assert many.steps == 224 // 26

@@ -124,7 +124,7 @@ class Options:
 
 
 FULL = Options(steps=224, unit_steps=8)
-LARGEST_SHARE = 4
+LARGEST_SHARE = 3
 """The slowest node must be able to train so many of the largest units while all train everything."""
 QUICK = Options(steps=56, unit_steps=8)
 
