@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -33,6 +35,8 @@ logger = logging.getLogger("shardqueue")
 
 HEAR_EVERY = 0.05
 """Seconds between two readings of the pipe."""
+INTERRUPTIONS = 16
+"""How often leaving is taken up again."""
 LOOK_EVERY = 0.005
 """Seconds between two looks whether the workers have stopped."""
 
@@ -73,7 +77,7 @@ class Crew:
         self._asked: dict[tuple[int, str, int], int] = {}
         self._lock = threading.RLock()
         self._closed = self._manned = False
-        self._failed = False
+        self._failed = self._over = self._dismissed = False
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._work, name="shardqueue-crew", daemon=True)
 
@@ -90,14 +94,13 @@ class Crew:
 
     def took(self, step: Step, now: float, each: float | None) -> None:
         """A batch reached the loop: its worker learns how far ahead it is."""
+        self._listen()
         if step.worker != "main":
             self._block.took(int(step.worker), now, each)
 
     def trained(self, step: Step) -> None:
         """One batch that reached the loop is trained."""
         with self._lock:
-            if self._thread.ident is None and not self._closed:  # not before the workers are started
-                self._thread.start()
             held = self._find(step.unit, step.attempt)
             held.done = max(held.done, step.index + 1)
             self._settle(held)
@@ -111,36 +114,54 @@ class Crew:
         self.close(failed=False)
 
     def close(self, failed: bool) -> None:
-        """Stop the workers, and give back what was claimed and not trained."""
-        with self._lock:
-            if self._closed:
+        """Stop the workers, and give back what was claimed and not trained.
+
+        torch raises in the main thread when a worker dies, be it while we leave; that must not cut leaving short, nor
+        replace the reason for which the loop is left.
+        """
+        for _ in range(INTERRUPTIONS):
+            try:
+                self._close(failed)
                 return
-            self._closed, self._failed = True, failed
-            if self._thread.ident is None:
-                self._thread.start()
+            except RuntimeError as error:
+                if type(error) is not RuntimeError:
+                    raise
+                logger.warning("%s, leaving: %s", self._session.learner_id, error)
+
+    def _close(self, failed: bool) -> None:
+        if self._dismissed:
+            return
+        self._failed = failed
         self.stop()
-        self._session.settle(failed, self._ended)
+        if not self._closed:
+            self._closed = True
+            self._session.settle(failed, self._ended)
+        self._listen()
         self._leaving.set()
-        try:
-            self._thread.join()
-        except KeyboardInterrupt:
-            raise
-        except BaseException:
-            self._thread.join()
-            raise
-        finally:
-            if self._ended:
-                self._block.finish(self._word)
-            self._session.dismiss(self, self._pass, self._ended)
+        while not self._over:  # no join: interrupted once, it takes a running thread for ended
+            time.sleep(LOOK_EVERY)
+        if self._ended:
+            self._block.finish(self._word)
+        self._dismissed = True
+        self._session.dismiss(self, self._pass, self._ended)
+
+    def _listen(self) -> None:
+        """Begin to read the pipe: when the workers are started, so that they are not forked beside this thread."""
+        if self._thread.ident is None:
+            with suppress(RuntimeError):  # started already, by a call that was interrupted
+                self._thread.start()
 
     # -- inside ------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        while not self._leaving.wait(HEAR_EVERY):
-            self._hear()
-        by = self._session.clock.monotonic() + self._session.farewell
-        self._wait(by)
-        self._give_back("error" if self._failed else "early", by)
+        try:
+            while not self._leaving.wait(HEAR_EVERY):
+                self._hear()
+            by = self._session.clock.monotonic() + self._session.farewell
+            self._wait(by)
+            self._give_back("error" if self._failed else "early", by)
+        finally:
+            self._over = True
 
     def _hear(self) -> None:
         with self._lock:

@@ -219,6 +219,7 @@ class SharedQueueDataset(IterableDataset[Any]):
             RunError: the run cannot be joined.
         """
         self._be_home()
+        session.count_remainder()
         self._leave(failed=False)
         word = self._block.next_word(iteration_key(session.instance, next(self._iterations)))
         name = pass_name(pass_of(word))
@@ -263,6 +264,9 @@ class SharedQueueDataset(IterableDataset[Any]):
 
     def _items_of_process(self) -> Iterator[Any]:
         self._be_home()
+        entered = find_session(self.learner_id, own=False)
+        if entered is not None:
+            entered.count_remainder()
         self._leave(failed=False)
         word = self._block.next_word(iteration_key(self._block.instance, next(self._iterations)))
         if self._block.finished_before(word):
@@ -304,7 +308,12 @@ class SharedQueueDataset(IterableDataset[Any]):
         return session
 
     def _items(self, feed: Feed) -> Iterator[Any]:
+        process = os.getpid()
         while True:
+            if os.getpid() != process:
+                raise ClosedError(
+                    f"this iteration belongs to process {process}; iterate the dataset anew in each process"
+                )
             try:
                 step, batch = feed.take()
             except StopIteration:
@@ -347,9 +356,6 @@ class SharedQueueDataset(IterableDataset[Any]):
             feed.start()
             yield from self._items(feed)
             failed = False
-        except ClosedError:
-            if not worker.left:
-                raise
         finally:
             feed.close(failed)
 

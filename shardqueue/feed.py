@@ -15,6 +15,7 @@ One lock guards all state; conditions on it wake the driver and the loader, a be
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import threading
@@ -24,6 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakSet
 
 from shardqueue.claims import Claim, Claims, Owner, State
 from shardqueue.errors import ClosedError
@@ -52,6 +54,8 @@ CALLERS = 16
 """Mailbox calls under way at once, at most."""
 
 
+END = 5.0
+"""Seconds for which the end of the interpreter waits for a thread."""
 OUTAGE = 10.0
 """Seconds of silence of the mailbox after which that is said."""
 TURN = 1.0
@@ -209,6 +213,7 @@ class Feed:
         self, plan: Plan, host: Host, load: Load, prefetch: int, run: str | None, place: Place = Place()
     ) -> None:
         self.returned: tuple[Returned, ...] = ()
+        self._pid = os.getpid()
         self.tracked, self.manned = False, True
         self._plan, self._host, self._load = plan, host, load
         self._prefetch = 1 if place.inline else prefetch
@@ -249,6 +254,7 @@ class Feed:
     def start(self) -> None:
         """Begin to claim and load."""
         self._host.admit(self, self._pass)
+        _running.add(self)
         for thread in self._threads:
             thread.start()
 
@@ -383,6 +389,14 @@ class Feed:
         """Claim and load no more; what that leaves is settled by `close`."""
         with self._lock:
             self._stop()
+
+    def end_threads(self) -> None:
+        """Stop, and wait for the threads of this process; nothing is given back."""
+        if self._pid == os.getpid():
+            self.stop()
+            for thread in self._threads:
+                if thread.ident is not None:
+                    thread.join(END)
 
     def _stop(self) -> None:
         if not self._closing:
@@ -676,6 +690,16 @@ class Feed:
             self._claims.pace.opened(seconds)
         else:
             self._claims.pace.loaded(seconds)
+
+
+_running: WeakSet[Feed] = WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """A thread that the end of the interpreter finds in a loader's C++ aborts the process."""
+    for feed in list(_running):
+        feed.end_threads()
 
 
 def _claim_of(claims: Claims, step: Step) -> Claim | None:

@@ -12,6 +12,7 @@ whether its log changes while it is watched; never from wall clocks, which are f
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
 from dataclasses import dataclass, field
@@ -70,6 +71,20 @@ def this_process() -> Process:
     )
 
 
+def training_process() -> Process:
+    """The process whose loader worker this is."""
+    parent = multiprocessing.parent_process()
+    pid = os.getpid() if parent is None or parent.pid is None else parent.pid
+    return Process(host=socket.gethostname(), boot=_boot(), pid=pid, started=_started(pid) or "?")
+
+
+def is_ours(where: Process) -> bool:
+    """Whether that is this process, or the training process of this loader worker."""
+    parent = multiprocessing.parent_process()
+    pids = {os.getpid(), None if parent is None else parent.pid}
+    return where.boot == _boot() and where.pid in pids
+
+
 def seen_here(where: Process) -> bool | None:
     """Whether that process runs on this machine; None when it belongs to another, so that we cannot see it."""
     if where.boot != _boot() or where.started == "?":
@@ -126,7 +141,7 @@ def judge(page: LogPage, here: bool | None, changed: bool, watched: float) -> Li
         watched: seconds for which it was watched.
     """
     if page.left is not None:
-        return Life.LEFT
+        return Life.ALIVE if page.rests and here and not is_ours(page.where) else Life.LEFT
     if here is not None:
         return Life.ALIVE if here else Life.DEAD
     if changed:
@@ -188,6 +203,7 @@ class Book:
     waited: float = 0.0
     grade: int | None = None
     left: Left | None = None
+    rests: bool = False
     _held: dict[tuple[str, str, int], None] = field(default_factory=dict)
     _handed: list[_Handed] = field(default_factory=list)
     _spans: list[TrainedSpan] = field(default_factory=list)
@@ -283,6 +299,7 @@ class Book:
             trained=trained,
             held=[HeldClaim(*key) for key in self._held],
             left=self.left,
+            rests=self.rests,
         )
 
     def _extend(self, handed: _Handed, wall: float, global_step: int | None) -> None:

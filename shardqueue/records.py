@@ -226,7 +226,8 @@ class LogPage(_Record, frozen=True, tag="shardqueue.log", kw_only=True):
     """One page of a process's log; a reader takes the union of all its pages.
 
     `write` counts writes, so that two readings tell whether the owner is alive; `rate` is samples a second
-    over the last minute; `grade` is `pace.Pace.grade`, by which homes are shared out.
+    over the last minute; `grade` is `pace.Pace.grade`, by which homes are shared out. `rests`: who left may come back
+    for another pass as long as the process `where` lives.
     """
 
     what: ClassVar[str] = "a learner's log"
@@ -244,3 +245,4 @@ class LogPage(_Record, frozen=True, tag="shardqueue.log", kw_only=True):
     trained: list[TrainedSpan]
     held: list[HeldClaim]
     left: Left | None = None
+    rests: bool = False

@@ -23,6 +23,7 @@ from shardqueue.clock import SystemClock
 from shardqueue.errors import (
     ClosedError,
     InvalidInputError,
+    LoadError,
     PassFinishedError,
     ShardQueueWarning,
 )
@@ -163,6 +164,8 @@ class Session:
         self._writer: LogWriter | None = None
         self._restore_signal: Any = None
         self._pace = Pace()
+        self._last: dict[tuple[str, str, int], int] = {}
+        self._book.rests = _own
         self._told_begun_before = False
 
     # -- for the user ------------------------------------------------------------------------------------
@@ -186,7 +189,7 @@ class Session:
             self._stepped, self._implicit = True, False
             trained = self._train(samples, global_step)
         self._tell()
-        if first and not trained:
+        if first and not trained and not self._book.batches:
             self._warn_untracked()
 
     def track(self, loader: Iterable[T]) -> Iterator[T]:
@@ -226,6 +229,7 @@ class Session:
             waited = now - began
             for step in steps_in(item):
                 source = self._track(step.pass_)
+                self._in_order(step)
                 self.handed(step, waited)
                 waited = 0.0
                 if source is not None:
@@ -233,6 +237,17 @@ class Session:
             self._pace.handed(now)
             yield item
             self._pace.asked(self.clock.monotonic())
+
+    def _in_order(self, step: Step) -> None:
+        """What is trained of a unit is known by how far it has come."""
+        key = step.pass_, step.unit, step.attempt
+        last = self._last.get(key)
+        if last is not None and step.index != last + 1:
+            raise LoadError(
+                f"batch {step.index} of unit {step.unit} came after batch {last}: something inside session.track() "
+                "reorders or drops batches; do that inside load, or outside track"
+            )
+        self._last[key] = step.index
 
     def _track(self, pass_: str) -> Source | None:
         """From now on only `track` reports what the consumer of this pass has; a wrapper holds what was taken."""
@@ -337,6 +352,16 @@ class Session:
 
     # -- for datasets ------------------------------------------------------------------------------------
 
+    def count_remainder(self) -> None:
+        """Another iteration begins: what is in hand counts as trained.
+
+        The loop may have accumulated gradients of it, which its next `step` covers. It must not go to others too.
+        """
+        with self.lock:
+            if self._stepped or self._implicit:
+                self._train(0)
+        self._tell()
+
     def adopt(self, instance: str) -> None:
         """Loader workers of this process claim already: be the same learner as they, unless the log has begun."""
         if self.joined is None:
@@ -427,6 +452,7 @@ class Session:
         """An attempt is over."""
         with self.lock:
             self._book.release((pass_, claim.identifier, claim.attempt))
+            self._last.pop((pass_, claim.identifier, claim.attempt), None)
 
     def handed(self, step: Step, waited: float) -> None:
         """A batch reached the loop, which had waited for it."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import fields, is_dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 from weakref import WeakSet
 
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
     from shardqueue.crew import Crew
     from shardqueue.session import Session
 
+EAGER = (enumerate, map, zip, filter, islice)
+"""Iterators that begin what they are given when they are made."""
 DEPTH = 3
 """How deep in tuples, lists, dicts and dataclasses a step is looked for."""
 
@@ -46,8 +50,8 @@ def datasets_of(loader: object, session: Session) -> list[Trackable]:
     Raises:
         InvalidInputError: the loader's dataset is another learner's, or in another mailbox.
     """
-    inside = getattr(loader, "dataset", None)
-    own = next((known for known in list(_known) if known is loader or known is inside), None)
+    inside = [getattr(part, "dataset", None) for part in _layers(loader)]
+    own = next((k for k in list(_known) if k is loader or any(k is part for part in inside)), None)
     if own is not None and not own.belongs_to(session):
         raise InvalidInputError(
             "loader",
@@ -57,7 +61,37 @@ def datasets_of(loader: object, session: Session) -> list[Trackable]:
         )
     if own is loader or getattr(loader, "num_workers", None) == 0:
         return []
-    return [own] if own is not None else datasets_of_session(session)
+    if own is not None:
+        return [own]
+    found = datasets_of_session(session)
+    if len(found) > 1:
+        gc.collect()  # a dataset that nothing but a traceback's cycle holds
+        found = datasets_of_session(session)
+    if found and isinstance(loader, EAGER):
+        raise InvalidInputError(
+            "loader",
+            loader,
+            "not iterated yet (this begins the loader's workers before the session knows)",
+            f"write {type(loader).__name__}(session.track(loader)) the other way round, track innermost",
+        )
+    if len(found) > 1:
+        raise InvalidInputError(
+            "loader",
+            loader,
+            f"one whose dataset can be found: this process has {len(found)} of learner {session.learner_id!r}",
+            "pass the DataLoader itself, or delete the older datasets",
+        )
+    return found
+
+
+def _layers(loader: object) -> list[object]:
+    """The loader, and what well-known wrappers (tqdm, accelerate) hold inside."""
+    layers = [loader]
+    for name in ("iterable", "dataloader", "loader"):
+        inner = getattr(layers[-1], name, None)
+        if inner is not None:
+            layers.append(inner)
+    return layers
 
 
 def datasets_of_session(session: Session) -> list[Trackable]:

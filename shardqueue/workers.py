@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from shardqueue.block import Doing, Message, Told, pass_name, pass_of
 from shardqueue.clock import SystemClock
 from shardqueue.errors import ClosedError, PassFinishedError, RunError
-from shardqueue.learner import LOG_EVERY, Book, this_process
+from shardqueue.learner import LOG_EVERY, Book, training_process
 from shardqueue.logwriter import LogWriter
 
 if TYPE_CHECKING:
@@ -40,6 +40,10 @@ FAREWELL = 4.0
 SUPERSEDED = (
     "another iteration of this dataset has begun, and took over from this one; "
     "give each loader a SharedQueueDataset of its own"
+)
+LEFT = (
+    "the loop for which session.track made this iteration was left, or begun anew; give track the loader itself, "
+    "not enumerate(loader), map(..., loader) or iter(loader)"
 )
 PATROL = 0.1
 """Seconds between two looks at the block; a fifth of it where the loop's pace is to be read there."""
@@ -83,12 +87,14 @@ class LoaderWorker:
         self._source: Source | None = None
         self._doing = Doing.CLAIMING
         self._unsent: deque[Message] = deque()
+        self._sending = threading.Lock()
         self._positions: dict[tuple[str, int], int] = {}
         self._yielded: list[Step] = []
         self._handed = 0
         self._book = Book(
-            learner_id, self.instance, str(number), this_process(), first_page=block.page(number)
+            learner_id, self.instance, str(number), training_process(), first_page=block.page(number)
         )
+        self._book.rests = True
         self._writer: LogWriter | None = None
         if block.finished_before(self.word):
             block.note(number, self.word, Doing.STOPPED)
@@ -184,6 +190,8 @@ class LoaderWorker:
     def over(self) -> str:
         """Why the feed must end; also sends what had no room in the pipe."""
         self._send()
+        if self._block.was_left(self.word):
+            return LEFT
         if self._block.is_over(self.word):
             return SUPERSEDED
         parent = multiprocessing.parent_process()
@@ -225,6 +233,7 @@ class LoaderWorker:
             self._send()
 
     def _send(self) -> bool:
-        while self._unsent and self._pipe.send(self._unsent[0]):
-            self._unsent.popleft()
-        return not self._unsent
+        with self._sending:
+            while self._unsent and self._pipe.send(self._unsent[0]):
+                self._unsent.popleft()
+            return not self._unsent

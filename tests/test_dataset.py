@@ -613,6 +613,100 @@ def test_a_step_without_track_is_said(queue: str) -> None:
             session.step()
 
 
+@pytest.mark.parametrize("workers", WORKERS)
+def test_accumulation_over_the_end_of_an_epoch_trains_nothing_twice(queue: str, workers: int) -> None:
+    """The batches in hand when the next epoch begins are stepped in it: others must not get them."""
+    units = unit_grid(20, 4)
+    loader = loader_of(SharedQueueDataset(units, queue, load, "a"), workers)
+    with Session(queue, "a") as session:
+        for _ in range(2):
+            for number, _ in enumerate(session.track(loader)):
+                if number % 7 == 6:
+                    session.step()
+        session.step()
+        assert session.rates.batches == 40
+    assert given_back(open_mailbox(queue)) == {}
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_a_reordering_wrapper_is_refused(queue: str, workers: int) -> None:
+    units = unit_grid(40, 4, taper=False)
+    trained: list[Value] = []
+
+    def swapped(items: Any) -> Iterator[Any]:
+        for first in items:
+            yield from (next(items), first)
+
+    with pytest.raises(LoadError, match="reorders"), Session(queue, "a") as session:
+        wrapped: Any = swapped(
+            iter(session_items(loader_of(SharedQueueDataset(units, queue, load, "a"), workers)))
+        )
+        for _, batch in session.track(wrapped):
+            trained.append(value(batch))
+            session.step()
+    rest = drain(loader_of(SharedQueueDataset(units, queue, load, "b", run="1")))
+    assert max(Counter(trained + rest).values()) == 1, "at most once"
+
+
+def session_items(loader: Any) -> Iterator[Any]:
+    yield from loader
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_what_begins_the_loader_early_does_not_go_inside_track(queue: str, workers: int) -> None:
+    loader = loader_of(SharedQueueDataset(unit_grid(20, 4), queue, load), workers)
+    with (
+        Session(queue) as session,
+        pytest.raises(InvalidInputError, match=r"enumerate\(session.track\(loader\)\)"),
+    ):
+        next(iter(session.track(enumerate(loader))))
+    gc.collect()
+
+
+def test_a_wrapper_beside_two_datasets_is_refused(queue: str) -> None:
+    units = unit_grid(20, 4)
+    older, newer = (SharedQueueDataset(units, queue, load) for _ in range(2))
+    with Session(queue) as session:
+        with pytest.raises(InvalidInputError, match="2 of learner"):
+            next(iter(session.track(item for item in loader_of(newer, 1))))
+        assert older is not newer
+        assert Counter(drain(loader_of(newer, 1), session)) == whole(units)
+
+
+def test_more_claims_than_the_pipe_holds(queue: str) -> None:
+    """No step() for a whole epoch: the pipe is read all the same."""
+    units = unit_grid(1500, 1, taper=False)
+    with Session(queue) as session:
+        session.step()
+        loader = loader_of(SharedQueueDataset(units, queue, load), 1)
+        seen = Counter(value(batch) for _, batch in session.track(loader))
+        session.step()
+        assert session.rates.batches == 1500
+    assert seen == whole(units)
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_between_two_epochs_the_run_goes_on(queue: str, workers: int) -> None:
+    """Without a session nobody is in the run between two loops; the training process is alive all the same."""
+    units = unit_grid(12, 2)
+    dataset = SharedQueueDataset(units, queue, load, "a")
+    drain(loader_of(dataset, workers), most=3)
+    gc.collect()
+    answer = in_fork(lambda: drain(loader_of(SharedQueueDataset(units, queue, load, "b"))))
+    assert isinstance(answer, list), answer
+    mailbox = open_mailbox(queue)
+    assert mailbox.list("run-2/") == []
+    assert mailbox.list("runs/") == ["runs/1.json"]
+
+
+def test_a_forked_iteration_is_refused(queue: str) -> None:
+    items = iter(loader_of(SharedQueueDataset(unit_grid(40, 4), queue, load)))
+    next(items)
+    error = in_fork(lambda: next(items))
+    assert isinstance(error, ClosedError)
+    assert len(list(items)) == 39
+
+
 class Doubled(IterableDataset[Any]):
     """A dataset around the dataset, as programs have them."""
 
