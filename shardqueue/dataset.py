@@ -284,12 +284,13 @@ class SharedQueueDataset(IterableDataset[Any]):
             failed = False
             self._block.finish(word)
         finally:
-            if session.run is not None:
-                self._block.run = session.run
-            if session is self._own_session:
-                self._leave(failed, feed)
-            elif failed:
-                feed.stop()
+            if self._block.owner == os.getpid():  # in a forked child the feed and its locks are somebody else's
+                if session.run is not None:
+                    self._block.run = session.run
+                if session is self._own_session:
+                    self._leave(failed, feed)
+                elif failed:
+                    feed.stop()
 
     def _session(self) -> Session:
         """The entered session of this learner, or one of our own."""
