@@ -6,10 +6,13 @@ import gc
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 from collections import Counter
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import conftest
@@ -23,7 +26,6 @@ from shardqueue import Session, SharedQueueDataset, Unit, open_mailbox, unit_gri
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 STEPS, LANES, NODES = 60, 2, 3
 
@@ -183,3 +185,36 @@ def test_killed_workers_lose_and_repeat_nothing(seed: int, fleet: Fleet, tmp_pat
     trained = fleet.run(train_with_accidents, str(tmp_path / "queue"), seed, 2)
     together = Counter(row for node in trained for row in node)
     assert together == Counter((step, lane) for step in range(100) for lane in range(LANES))
+
+
+def train_until_told(mailbox: str, out: str) -> None:
+    """Train slowly, writing down what was stepped; SIGTERM leaves in order."""
+    dataset = SharedQueueDataset(unit_grid(100, 4, LANES, taper=8), mailbox, load, "a")
+    loader: Any = DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context="fork")
+    with Path(out).open("w", buffering=1) as file, Session(mailbox, "a") as session:
+        for _, batch in session.track(loader):
+            threading.Event().wait(0.01)
+            previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGCHLD})
+            file.write(f"{int(batch[0])} {int(batch[1])}\n")
+            session.step()
+            signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+
+@pytest.mark.parametrize(
+    "after", [3] + [pytest.param(n, marks=pytest.mark.full) for n in (7, 12, 20, 31, 45)]
+)
+def test_a_terminated_process_group_gives_everything_back(after: int, tmp_path: Path) -> None:
+    """A launcher signals the workers too: torch then raises in the middle of leaving."""
+    mailbox, out = str(tmp_path / "queue"), tmp_path / "trained"
+    code = f"import test_dataset_processes as t; t.train_until_told({mailbox!r}, {str(out)!r})"
+    path = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], start_new_session=True, env=path, stderr=subprocess.DEVNULL
+    )
+    until(lambda: out.exists() and len(out.read_text().splitlines()) >= after)
+    os.killpg(process.pid, signal.SIGTERM)
+    process.wait(60)
+    trained = [tuple(map(int, line.split())) for line in out.read_text().splitlines()]
+    dataset = SharedQueueDataset(unit_grid(100, 4, LANES, taper=8), mailbox, load, "b", run="1")
+    rest = [tuple(batch.tolist()) for _, batch in DataLoader(dataset, batch_size=None)]
+    assert Counter(trained + rest) == Counter((step, lane) for step in range(100) for lane in range(LANES))
