@@ -11,6 +11,7 @@ from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -634,8 +635,8 @@ def test_a_reordering_wrapper_is_refused(queue: str, workers: int) -> None:
     trained: list[Value] = []
 
     def swapped(items: Any) -> Iterator[Any]:
-        for first in items:
-            yield from (next(items), first)
+        while some := list(islice(items, 6)):
+            yield from reversed(some)
 
     with pytest.raises(LoadError, match="reorders"), Session(queue, "a") as session:
         wrapped: Any = swapped(
