@@ -173,7 +173,6 @@ class Claims:
         self.yielded = False
         self.stopped = False
         self._part, self._parts = part, parts
-        self._shares: list[int] = []
         self._handed = 0
         self._nonce, self._scans = nonce, scans
         self._won: list[Claim] = []

@@ -284,9 +284,8 @@ class SharedQueueDataset(IterableDataset[Any]):
             failed = False
             self._block.finish(word)
         finally:
-            if (
-                self._block.owner == os.getpid()
-            ):  # in a forked child the feed and its locks are somebody else's
+            # In a forked child the feed and its locks are somebody else's.
+            if self._block.owner == os.getpid():
                 if session.run is not None:
                     self._block.run = session.run
                 if session is self._own_session:

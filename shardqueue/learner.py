@@ -66,15 +66,16 @@ def log_pauses(every: float) -> Iterator[float]:
 
 def this_process() -> Process:
     """Who we are on this machine."""
-    return Process(
-        host=socket.gethostname(), boot=_boot(), pid=os.getpid(), started=_started(os.getpid()) or "?"
-    )
+    return _process(os.getpid())
 
 
 def training_process() -> Process:
     """The process whose loader worker this is."""
     parent = multiprocessing.parent_process()
-    pid = os.getpid() if parent is None or parent.pid is None else parent.pid
+    return this_process() if parent is None or parent.pid is None else _process(parent.pid)
+
+
+def _process(pid: int) -> Process:
     return Process(host=socket.gethostname(), boot=_boot(), pid=pid, started=_started(pid) or "?")
 
 

@@ -88,7 +88,6 @@ class LoaderWorker:
         self._doing = Doing.CLAIMING
         self._unsent: deque[Message] = deque()
         self._sending = threading.Lock()
-        self._positions: dict[tuple[str, int], int] = {}
         self._yielded: list[Step] = []
         self._handed = 0
         self._book = Book(

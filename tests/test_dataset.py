@@ -743,6 +743,4 @@ def test_random_generators_of_workers_are_torchs(queue: str) -> None:
     torch.manual_seed(7)
     dataset = SharedQueueDataset(unit_grid(20, 2), queue, random_state)
     seeds = {int(batch[0]) for _, batch in loader_of(dataset, 2)}
-    torch.manual_seed(7)
     assert len(seeds) == 1
-    torch.empty((), dtype=torch.int64).random_()
