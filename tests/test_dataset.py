@@ -705,6 +705,7 @@ def test_a_forked_iteration_is_refused(queue: str) -> None:
     next(items)
     error = in_fork(lambda: next(items))
     assert isinstance(error, ClosedError)
+    assert given_back(open_mailbox(queue)) == {}, "the child gives nothing back in its parent's name"
     assert len(list(items)) == 39
 
 
