@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from shardqueue.channel import Channel, ChannelReport, Receiver, Sender
     from shardqueue.dataset import SharedQueueDataset
     from shardqueue.mailbox import Mailbox, open_mailbox
     from shardqueue.queues import SharedQueue, shared_queue
@@ -21,8 +22,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Channel",
+    "ChannelReport",
     "Mailbox",
     "Rates",
+    "Receiver",
+    "Sender",
     "Session",
     "SharedQueue",
     "SharedQueueDataset",
@@ -36,8 +41,12 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Channel": "channel",
+    "ChannelReport": "channel",
     "Mailbox": "mailbox",
     "Rates": "throughput",
+    "Receiver": "channel",
+    "Sender": "channel",
     "Session": "session",
     "SharedQueue": "queues",
     "SharedQueueDataset": "dataset",

@@ -7,6 +7,8 @@ wrapped: the consumer gets it as it was raised.
 
 from __future__ import annotations
 
+import queue
+
 
 class ShardQueueError(Exception):
     """Base of every error this package raises on purpose."""
@@ -80,6 +82,42 @@ class PassFinishedError(RunError):
 
 class ClosedError(ShardQueueError, RuntimeError):
     """The object was left, or is used in a process or at a time it was not made for."""
+
+
+class SenderError(ShardQueueError, RuntimeError):
+    """A sender of a channel ended with an error that cannot be raised again as it was, or was killed.
+
+    Attributes:
+        sender: which, as in "sender 3".
+        lost: items that were lost with it.
+    """
+
+    def __init__(self, message: str, sender: str = "", lost: int = 0) -> None:
+        super().__init__(message)
+        self.sender, self.lost = sender, lost
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return type(self), (*self.args, self.sender, self.lost)
+
+
+class ReceiversGoneError(ShardQueueError, BrokenPipeError):
+    """No receiver of the channel is left, and senders still send."""
+
+
+class BrokerGoneError(ShardQueueError, ConnectionError):
+    """The process that made a channel between processes is gone, and with it the thread that moved its items."""
+
+
+class ChannelEndedError(ShardQueueError, EOFError):
+    """The stream of the channel is over: every sender is closed and every item was handed out."""
+
+
+class ChannelFullError(ShardQueueError, queue.Full):
+    """The channel had no room for the item in the time allowed; it was not sent."""
+
+
+class ChannelEmptyError(ShardQueueError, queue.Empty):
+    """The channel had no item in the time allowed, and has not ended."""
 
 
 class ShardQueueWarning(UserWarning):

@@ -1,0 +1,445 @@
+"""The broker: one thread in the process that made the channel, one line to each end, no lock shared between ends.
+
+An end begins as a *ticket*, one side of a socket pair whose other side is the broker's. A process that an end was
+passed to opens a *line* of its own, another socket pair, and sends the broker's side over the ticket. So a line
+belongs to exactly one process, and ends with it. Several processes may be passed the same end
+(`torch.multiprocessing.spawn` gives all of them the same arguments): the first to use it has it. An end that nobody
+can use any more, because those it was passed to are gone or use another one, counts as closed.
+
+The thread sleeps in `select` while nothing moves. It ends when every end is closed; if it fails, or its process dies,
+all lines are cut and the ends say so.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import logging
+import os
+import selectors
+import socket
+import threading
+import time
+import weakref
+from collections import deque
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from shardqueue.channel import forks
+from shardqueue.channel.processes import HELLO, ProcessReceiver, ProcessSender
+from shardqueue.channel.report import ChannelReport, Side
+from shardqueue.channel.watch import Watch, warn
+from shardqueue.channel.wire import Frame, Frames, Kind, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shardqueue.channel.exchange import Exchange, Port
+    from shardqueue.channel.handoff import Handoff
+
+T = TypeVar("T")
+_log = logging.getLogger("shardqueue")
+_CHUNK = 1 << 18
+_DESCRIPTORS = 16
+_LOOK = 0.005
+"""Seconds between two looks at a process that is just being started; nothing else is ever looked at twice."""
+_LOOKS = 12_000
+
+
+@dataclass(eq=False, slots=True)
+class _Line:
+    """The broker's side of a line."""
+
+    ticket: _Ticket
+    pid: int
+    socket: socket.socket
+    frames: Frames = field(default_factory=Frames)
+    descriptors: deque[int] = field(default_factory=deque)
+    unsent: bytearray = field(default_factory=bytearray)
+    is_blocked: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class _Ticket:
+    """The broker's side of a ticket.
+
+    Attributes:
+        port: the end.
+        socket: None once no process holds the other side.
+        lines: of the processes that have the end and may use it, by pid.
+        line: of the one that uses it.
+        expected: sentinels of processes it was passed to which have not opened a line yet.
+        passed: pids of all processes it was ever passed to.
+    """
+
+    port: Port
+    socket: socket.socket | None
+    lines: dict[int, _Line] = field(default_factory=dict)
+    line: _Line | None = None
+    expected: dict[int, int] = field(default_factory=dict)
+    passed: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _Launch:
+    """A process that is being started with an end among its arguments."""
+
+    ticket: _Ticket
+    popen: weakref.ref[Any]
+    looks: int = 0
+
+
+class Broker:
+    """Moves the items of one channel between processes.
+
+    Args:
+        exchange: what is to be done, without I/O.
+        watch: who is told how it goes.
+    """
+
+    def __init__(self, exchange: Exchange, watch: Watch) -> None:
+        self._exchange, self._watch = exchange, watch
+        self._mutex = threading.Lock()
+        self._actions: deque[Callable[[float], object]] = deque()
+        self._tickets: dict[Port, _Ticket] = {}
+        self._launches: list[_Launch] = []
+        self._pid = os.getpid()
+        with forks.making:
+            self._selector = selectors.DefaultSelector()
+            self._awake, self._alarm = socket.socketpair()
+            forks.brokers.add(self)
+        self._awake.setblocking(False)
+        self._alarm.setblocking(False)
+        self._selector.register(self._awake, selectors.EVENT_READ, self._roused)
+        self._thread = threading.Thread(target=self._run, name="shardqueue-channel", daemon=True)
+        self._thread.start()
+
+    # for the program's threads
+
+    @property
+    def queue(self) -> Handoff[Any]:
+        """The counted queue."""
+        return self._exchange.queue
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process made the channel."""
+        return self._pid == os.getpid()
+
+    def sender(self) -> ProcessSender[Any] | None:
+        """Return the next declared sender, or None when all are taken."""
+        return cast("ProcessSender[Any] | None", self._take(Side.SENDER))
+
+    def receiver(self) -> ProcessReceiver[Any] | None:
+        """Return the next declared receiver, or None when all are taken."""
+        return cast("ProcessReceiver[Any] | None", self._take(Side.RECEIVER))
+
+    def _take(self, side: Side) -> ProcessSender[Any] | ProcessReceiver[Any] | None:
+        with self._mutex:
+            port = self._exchange.take(side)
+        if port is None:
+            return None
+        with forks.making:
+            here, there = socket.socketpair()
+            self.later(lambda _: self._sell(port, here))
+            kind = ProcessSender if side is Side.SENDER else ProcessReceiver
+            return kind(port.end.name, there, partial(_pass, weakref.ref(self), port))
+
+    def later(self, action: Callable[[float], object]) -> None:
+        """Have the thread do it; from anywhere, the garbage collector included."""
+        self._actions.append(action)
+        with contextlib.suppress(OSError):
+            self._alarm.send(b"!")
+
+    def forgo(self, error: Exception | None = None) -> dict[Side, int]:
+        """Close the declared ends that nobody took, senders with the error; return how many there were."""
+        with self._mutex:
+            gone = self._exchange.forgo(time.monotonic(), error)
+        self.later(_nothing)
+        return gone
+
+    def report(self) -> ChannelReport:
+        """Return what happened so far."""
+        with self._mutex:
+            return self._exchange.report(time.monotonic())
+
+    def forked(self) -> None:
+        """Close the child's copies; nothing here works in the child."""
+        self._mutex = threading.Lock()
+        self._cut()
+
+    # the thread
+
+    def _run(self) -> None:
+        try:
+            while self._turn():
+                pass
+        except Exception:
+            _log.exception("the broker of a channel failed; every end of it gets an error")
+            raise
+        finally:
+            with self._mutex:
+                self._cut()
+
+    def _turn(self) -> bool:
+        """Do what there is to do; return whether there may be more."""
+        events = self._selector.select(_LOOK if self._launches else None)
+        with self._mutex:
+            now = time.monotonic()
+            for key, mask in events:
+                key.data(mask, now)
+            while self._actions:
+                self._actions.popleft()(now)
+            if self._launches:
+                self._look()
+            self._flush()
+            news, self._exchange.news = self._exchange.news, []
+            goes_on = not self._exchange.is_finished or any(
+                line.unsent for ticket in self._tickets.values() for line in ticket.lines.values()
+            )
+        for message in news:
+            warn(message)
+        self._watch.look(self)
+        return goes_on
+
+    def _roused(self, _mask: int, _now: float) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._awake.recv(4096)
+
+    # tickets
+
+    def _sell(self, port: Port, here: socket.socket) -> None:
+        """A new end: watch its ticket."""
+        here.setblocking(False)
+        ticket = _Ticket(port, here)
+        self._tickets[port] = ticket
+        self._selector.register(here, selectors.EVENT_READ, partial(self._on_ticket, ticket))
+
+    def _on_ticket(self, ticket: _Ticket, _mask: int, now: float) -> None:
+        assert ticket.socket is not None
+        try:
+            data, descriptors = _receive(ticket.socket, HELLO.size)
+        except BlockingIOError:
+            return
+        if data:
+            with forks.making:
+                line = _Line(ticket, HELLO.unpack(data)[0], socket.socket(fileno=descriptors[0]))
+            self._open(line, now)
+            return
+        self._selector.unregister(ticket.socket)
+        ticket.socket.close()
+        ticket.socket = None
+        self._check(ticket, now)
+
+    def _open(self, line: _Line, now: float) -> None:
+        ticket = line.ticket
+        line.socket.setblocking(False)
+        self._expect_no_more(ticket, line.pid)
+        ticket.passed.add(line.pid)
+        if ticket.line is not None or not ticket.port.end.open or line.pid in ticket.lines:
+            self._turn_away(line)
+            return
+        ticket.lines[line.pid] = line
+        ticket.port.pid = line.pid
+        self._selector.register(line.socket, selectors.EVENT_READ, partial(self._on_line, line))
+        self._revoke(ticket, now)
+
+    def _turn_away(self, line: _Line) -> None:
+        ticket = line.ticket
+        name = ticket.port.end.name
+        if ticket.line is not None:
+            why = f"{name} is in use in process {ticket.line.pid}"
+        elif not ticket.port.end.open:
+            why = f"{name} counts as closed already"
+        else:
+            why = f"process {line.pid} uses another {ticket.port.end.side}, and {name} was passed to others as well"
+        why += "; an end is for one process, clone() one for another"
+        with contextlib.suppress(OSError):
+            line.socket.send(encode(Kind.REFUSED, body=why.encode()))
+        line.socket.close()
+
+    def _pass(self, port: Port, popen: weakref.ref[Any]) -> None:
+        """An end goes into the arguments of a process that is being started."""
+        self._launches.append(_Launch(self._tickets[port], popen))
+
+    def _look(self) -> None:
+        """Processes that were started: from now on their sentinels tell when they die."""
+        waiting = []
+        for launch in self._launches:
+            popen = launch.popen()
+            launch.looks += 1
+            if popen is not None and getattr(popen, "pid", None) is not None:
+                self._expect(launch.ticket, popen)
+            elif popen is not None and launch.looks < _LOOKS:
+                waiting.append(launch)
+        self._launches = waiting
+
+    def _expect(self, ticket: _Ticket, popen: Any) -> None:
+        if popen.pid in ticket.passed:
+            return
+        ticket.passed.add(popen.pid)
+        try:
+            sentinel = os.dup(popen.sentinel)
+        except OSError:
+            sentinel = -1
+        if sentinel >= 0:
+            ticket.expected[popen.pid] = sentinel
+            self._selector.register(
+                sentinel, selectors.EVENT_READ, partial(self._on_death, ticket, popen.pid)
+            )
+
+    def _on_death(self, ticket: _Ticket, pid: int, _mask: int, now: float) -> None:
+        self._expect_no_more(ticket, pid)
+        self._check(ticket, now)
+
+    def _expect_no_more(self, ticket: _Ticket, pid: int) -> None:
+        sentinel = ticket.expected.pop(pid, None)
+        if sentinel is not None:
+            self._selector.unregister(sentinel)
+            os.close(sentinel)
+
+    def _check(self, ticket: _Ticket, now: float) -> None:
+        """An end that nobody uses and nobody can use any more counts as closed."""
+        is_with_nobody = ticket.line is None and not ticket.lines and not ticket.expected
+        if is_with_nobody and (ticket.socket is None or ticket.passed):
+            self._exchange.hung_up(ticket.port, now)
+
+    def _revoke(self, ticket: _Ticket, now: float) -> None:
+        """Of several processes that were passed the same end, those that use another one are not meant."""
+        if ticket.line is not None or len(ticket.passed) < 2:
+            return
+        side = ticket.port.end.side
+        busy = {
+            other.line.pid
+            for other in self._tickets.values()
+            if other.line is not None and other.port.end.side is side
+        }
+        for pid in busy & set(ticket.lines):
+            line = ticket.lines.pop(pid)
+            self._selector.unregister(line.socket)
+            self._turn_away(line)
+        for pid in busy & set(ticket.expected):
+            self._expect_no_more(ticket, pid)
+        self._check(ticket, now)
+
+    # lines
+
+    def _on_line(self, line: _Line, mask: int, now: float) -> None:
+        if mask & selectors.EVENT_WRITE:
+            self._write(line)
+        if mask & selectors.EVENT_READ:
+            self._read(line, now)
+
+    def _read(self, line: _Line, now: float) -> None:
+        try:
+            data, descriptors = _receive(line.socket, _CHUNK)
+        except BlockingIOError:
+            return
+        except OSError:
+            data, descriptors = b"", []
+        line.descriptors.extend(descriptors)
+        if not data:
+            self._hang_up(line, now)
+            return
+        for frame in line.frames.feed(data):
+            if not self._told(line, frame, now):
+                return
+
+    def _told(self, line: _Line, frame: Frame, now: float) -> bool:
+        """Take in a frame; return whether the line may go on."""
+        ticket = line.ticket
+        if ticket.line is not line:
+            if ticket.line is not None:
+                self._drop(line)
+                self._turn_away(line)
+                return False
+            ticket.line = line
+            ticket.port.pid = line.pid
+            for other in list(self._tickets.values()):
+                self._revoke(other, now)
+        if frame.kind == Kind.CLONE:
+            with forks.making:
+                here = socket.socket(fileno=line.descriptors.popleft())
+            port = self._exchange.clone(ticket.port)
+            if port is None:
+                here.close()
+            else:
+                self._sell(port, here)
+            return True
+        self._exchange.told(ticket.port, frame, now)
+        return True
+
+    def _hang_up(self, line: _Line, now: float) -> None:
+        self._drop(line)
+        line.socket.close()
+        for descriptor in line.descriptors:
+            os.close(descriptor)
+        if line.ticket.line is line:
+            self._exchange.hung_up(line.ticket.port, now)
+        else:
+            self._check(line.ticket, now)
+
+    def _drop(self, line: _Line) -> None:
+        self._selector.unregister(line.socket)
+        line.ticket.lines.pop(line.pid, None)
+
+    def _flush(self) -> None:
+        for port, ticket in self._tickets.items():
+            if not port.out:
+                continue
+            if ticket.line is not None:
+                ticket.line.unsent += b"".join(port.out)
+                if not ticket.line.is_blocked:
+                    self._write(ticket.line)
+            port.out.clear()
+
+    def _write(self, line: _Line) -> None:
+        try:
+            while line.unsent:
+                del line.unsent[: line.socket.send(line.unsent)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            line.unsent.clear()  # the end of the line is read, too, and means more
+        if bool(line.unsent) != line.is_blocked and line.socket.fileno() >= 0:
+            line.is_blocked = not line.is_blocked
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if line.is_blocked else 0)
+            with contextlib.suppress(KeyError):
+                self._selector.modify(line.socket, events, partial(self._on_line, line))
+
+    def _cut(self) -> None:
+        """Close every socket."""
+        self._selector.close()
+        self._awake.close()
+        self._alarm.close()
+        for ticket in self._tickets.values():
+            if ticket.socket is not None:
+                ticket.socket.close()
+            for line in ticket.lines.values():
+                line.socket.close()
+            for sentinel in ticket.expected.values():
+                os.close(sentinel)
+
+
+def _pass(broker: weakref.ref[Broker], port: Port, popen: Any) -> None:
+    """An end of the broker is being pickled for a process that is being started."""
+    if (found := broker()) is not None:
+        process = weakref.ref(popen)
+        found.later(lambda _: found._pass(port, process))
+
+
+def _nothing(_: float) -> None:
+    pass
+
+
+def _receive(sock: socket.socket, size: int) -> tuple[bytes, list[int]]:
+    """Return what came over a socket: bytes, and file descriptors."""
+    data, extra, _, _ = sock.recvmsg(
+        size, socket.CMSG_SPACE(_DESCRIPTORS * 4), getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+    )
+    descriptors = array.array("i")
+    for level, kind, body in extra:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            descriptors.frombytes(body[: len(body) - len(body) % descriptors.itemsize])
+    return data, list(descriptors)

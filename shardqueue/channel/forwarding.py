@@ -1,0 +1,28 @@
+"""A sender's error on its way to the receivers: as it was raised, where that is possible."""
+
+from __future__ import annotations
+
+import queue
+
+from shardqueue.errors import ChannelEndedError, SenderError
+
+_SAYS_SOMETHING = (StopIteration, StopAsyncIteration, ChannelEndedError, queue.Empty, queue.Full)
+"""What a receiver would take for an answer of the channel's own."""
+
+
+def forwardable(error: BaseException, sender: str) -> Exception:
+    """Return what receivers are to raise for a sender's error: itself, with a note, or a `SenderError` around it."""
+    if isinstance(error, SenderError):
+        return error
+    if isinstance(error, Exception) and not isinstance(error, _SAYS_SOMETHING):
+        error.add_note(f"raised in {sender} of a channel; what was queued before it was received")
+        return error
+    wrapped = SenderError(f"{sender} ended with {raised_by(error)}", sender)
+    wrapped.__cause__ = error
+    return wrapped
+
+
+def raised_by(error: BaseException) -> str:
+    """Return an error in one line: its type and message."""
+    shown = str(error)
+    return f"{type(error).__name__}: {shown}" if shown else type(error).__name__

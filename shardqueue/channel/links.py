@@ -1,0 +1,130 @@
+"""What an end in another process knows, without I/O: frames in, frames out.
+
+The ends in `processes` put sockets around it, the model tests any order of delivery.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from shardqueue.channel.wire import BY_REFERENCE, DROPPED, RETURNED, Frame, Kind, decode_numbers, encode
+
+
+class SenderLink:
+    """A sender's side of its line.
+
+    Attributes:
+        next: number of the next item.
+        limit: the first number for which there is no room yet.
+        kept: items whose memory a receiver may still need, by number.
+        gone: the pickled reason why nothing more is taken, or None.
+        again: numbers of items that are asked for again.
+        is_refused: the answer to WITHDRAW, or the end is another process's.
+        refusal: in the latter case, whose.
+        is_released: nothing more is needed of this end.
+    """
+
+    def __init__(self) -> None:
+        self.next = self.limit = 0
+        self.kept: dict[int, Any] = {}
+        self.gone: bytes | None = None
+        self.again: list[int] = []
+        self.is_refused = False
+        self.refusal = ""
+        self.is_released = False
+
+    def item(self, item: object, body: bytes, is_by_reference: bool) -> bytes:
+        """Return the frame of the next item."""
+        number = self.next
+        self.next += 1
+        if is_by_reference:
+            self.kept[number] = item
+        return encode(Kind.ITEM, number, body, BY_REFERENCE if is_by_reference else 0)
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether the last item is in the queue."""
+        return self.next <= self.limit
+
+    def forget(self) -> None:
+        """The last item was not taken."""
+        self.next -= 1
+        self.kept.pop(self.next, None)
+
+    def repeated(self, number: int, body: bytes) -> bytes:
+        """Return the answer to AGAIN."""
+        return encode(Kind.ITEM, number, body, BY_REFERENCE | RETURNED)
+
+    def told(self, frame: Frame) -> None:
+        """Take in what the broker says."""
+        match frame.kind:
+            case Kind.ROOM:
+                self.limit = max(self.limit, frame.number)
+            case Kind.DONE:
+                for number in decode_numbers(frame.body):
+                    self.kept.pop(number, None)
+            case Kind.AGAIN:
+                self.again.append(frame.number)
+            case Kind.GONE:
+                self.gone = frame.body
+            case Kind.REFUSED:
+                self.is_refused = True
+                self.refusal = frame.body.decode()
+            case Kind.BYE:
+                self.is_released = True
+                self.kept.clear()
+
+    def close(self, error: bytes = b"", is_dropped: bool = False) -> bytes:
+        """Return the frame that says nothing more comes."""
+        return encode(Kind.CLOSE, self.next, error, DROPPED if is_dropped else 0)
+
+
+class ReceiverLink:
+    """A receiver's side of its line.
+
+    Attributes:
+        ready: items that came and were not handed to the program.
+        handed: items handed to the program; it is done with all but the last.
+        is_asked: the broker owes an answer.
+        over: the pickled error that ends the stream, empty for the plain end; None while it goes on.
+        is_refused: the answer to WITHDRAW, or the end is another process's.
+        refusal: in the latter case, whose.
+    """
+
+    def __init__(self) -> None:
+        self.ready: deque[Frame] = deque()
+        self.handed = 0
+        self.is_asked = False
+        self.over: bytes | None = None
+        self.is_refused = False
+        self.refusal = ""
+
+    def ask(self) -> bytes:
+        """Return the frame that asks for an item, and says that all before are done with."""
+        self.is_asked = True
+        self.is_refused = False
+        return encode(Kind.ASK, self.handed)
+
+    def take(self) -> Frame:
+        """Return the next item that came; the program has it."""
+        self.handed += 1
+        return self.ready.popleft()
+
+    def told(self, frame: Frame) -> None:
+        """Take in what the broker says."""
+        match frame.kind:
+            case Kind.ITEM:
+                self.ready.append(frame)
+                self.is_asked = False
+            case Kind.END:
+                self.over = frame.body
+                self.is_asked = False
+            case Kind.REFUSED:
+                self.is_refused = True
+                self.is_asked = False
+                self.refusal = frame.body.decode()
+
+    def close(self, is_dropped: bool = False) -> bytes:
+        """Return the frame that says this end takes no more; what it did not hand out goes to the others."""
+        return encode(Kind.CLOSE, self.handed, flags=DROPPED if is_dropped else 0)

@@ -1,0 +1,512 @@
+"""Ends for processes: a socket to the broker, and what `links` knows around it.
+
+What an end writes is whole even if the program is interrupted: the rest is written first the next time. An end that
+is waiting when it is interrupted or runs out of time takes its wish back, and hears from the broker whether it was
+granted in the meantime.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+import time
+from contextlib import suppress
+from multiprocessing import util
+from multiprocessing.context import get_spawning_popen
+from multiprocessing.reduction import DupFd
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+
+from shardqueue.channel import forks
+from shardqueue.channel.ends import Receiver, Sender, checked_timeout
+from shardqueue.channel.forwarding import forwardable
+from shardqueue.channel.links import ReceiverLink, SenderLink
+from shardqueue.channel.wire import (
+    BY_REFERENCE,
+    MAX_BODY,
+    Frame,
+    Frames,
+    Kind,
+    dump_error,
+    dumps,
+    encode,
+    load_error,
+    loads,
+)
+from shardqueue.errors import (
+    BrokerGoneError,
+    ChannelEmptyError,
+    ChannelEndedError,
+    ChannelFullError,
+    ClosedError,
+    InvalidInputError,
+    ReceiversGoneError,
+    SenderError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+T = TypeVar("T")
+HELLO = struct.Struct("<I")
+"""What goes over a ticket, beside the broker's side of a line: the pid of the process that opens it."""
+_CHUNK = 1 << 18
+_DROP, _LINGER = 6, 5
+"""Priorities at the end of a process: ends nobody closed are dropped, then what they sent is waited for."""
+
+
+class _Line:
+    """A stream of frames to the broker and from it."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._frames = Frames()
+        self._unsent = b""
+
+    @classmethod
+    def open(cls, ticket: socket.socket) -> _Line:
+        """Open a line by a ticket, which is closed."""
+        with forks.making:
+            here, there = socket.socketpair()
+        try:
+            socket.send_fds(ticket, [HELLO.pack(os.getpid())], [there.fileno()])
+        except OSError:
+            here.close()
+            raise BrokerGoneError(_GONE) from None
+        finally:
+            there.close()
+            ticket.close()
+        return cls(here)
+
+    def write(self, data: bytes, descriptor: int | None = None) -> None:
+        """Write a frame; with it may go a file descriptor."""
+        try:
+            if descriptor is not None:
+                self._rest()
+                sent = socket.send_fds(self._socket, [data], [descriptor])
+                self._unsent = data[sent:]
+            elif self._unsent:
+                self._unsent += data
+            else:
+                self._unsent = data[self._socket.send(data) :]
+            if self._unsent:
+                self._rest()
+        except (BrokenPipeError, ConnectionResetError):
+            # The broker may have said why, before it went.
+            self._unsent = b""
+
+    def _rest(self) -> None:
+        while self._unsent:
+            self._unsent = self._unsent[self._socket.send(self._unsent) :]
+
+    def read(self, deadline: float | None) -> list[Frame] | None:
+        """Return the frames that come next, at least a part of one; None when the time is over.
+
+        Raises:
+            BrokerGoneError: the broker is gone.
+        """
+        if deadline is not None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return None
+            self._socket.settimeout(left)
+        try:
+            data = self._socket.recv(_CHUNK)
+        except TimeoutError:
+            return None
+        except ConnectionError:
+            data = b""
+        finally:
+            if deadline is not None:
+                self._socket.settimeout(None)
+        if not data:
+            raise BrokerGoneError(_GONE)
+        return list(self._frames.feed(data))
+
+    def poll(self) -> list[Frame]:
+        """Return the frames that have come."""
+        try:
+            data = self._socket.recv(_CHUNK, socket.MSG_DONTWAIT)
+        except OSError:
+            return []
+        return list(self._frames.feed(data))
+
+    def close(self) -> None:
+        """Hang up; what was written arrives."""
+        self._socket.close()
+
+
+_GONE = "the process that made the channel is gone, or its broker failed; no item can be moved"
+
+
+class _Seat:
+    """What outlives an end that was dropped: its line, and what is known of it."""
+
+    def __init__(self, link: SenderLink | ReceiverLink) -> None:
+        self.link = link
+        self.line: _Line | None = None
+        self.is_closed = False
+
+    def take_in(self, frames: list[Frame]) -> None:
+        """Take in what the broker says, and do what it asks for."""
+        link = self.link
+        for frame in frames:
+            link.told(frame)
+        if isinstance(link, SenderLink) and link.again:
+            self._repeat(link)
+
+    def _repeat(self, link: SenderLink) -> None:
+        assert self.line is not None
+        numbers, link.again = link.again, []
+        for number in numbers:
+            if number in link.kept:
+                self.line.write(link.repeated(number, dumps(link.kept[number])[0]))
+
+    def drop(self) -> None:
+        """Nobody closed the end; the memory of what it sent is kept until the process ends."""
+        if self.line is None or self.is_closed:
+            return
+        self.is_closed = True
+        self.line.write(self.link.close(is_dropped=True))
+        if isinstance(self.link, SenderLink) and self.link.kept:
+            _lingering.append(self)
+        else:
+            self.line.close()
+
+    def linger(self) -> None:
+        """Wait until the memory of what was sent is no longer needed, and hang up."""
+        assert self.line is not None
+        try:
+            while isinstance(self.link, SenderLink) and self.link.kept and not self.link.is_released:
+                frames = self.line.read(None)
+                assert frames is not None
+                self.take_in(frames)
+        finally:
+            self.line.close()
+
+
+_lingering: list[_Seat] = []
+
+
+def _linger_all() -> None:
+    while _lingering:
+        with suppress(BrokerGoneError):
+            _lingering.pop().linger()
+
+
+class _LingersAtExit:
+    """Once in each process: before it ends, what was dropped with memory in others' hands is waited for."""
+
+    pid = 0
+
+    @classmethod
+    def arrange(cls) -> None:
+        if cls.pid != os.getpid():
+            cls.pid = os.getpid()
+            _lingering.clear()
+            util.Finalize(None, _linger_all, exitpriority=_LINGER)
+
+
+class _ProcessEnd:
+    """What both ends do: pass from process to process until they are used, then belong to one.
+
+    Args:
+        name: of the end.
+        ticket: with which a line is opened.
+        tell: called with the process that is being started when the end is among its arguments; None where the
+            broker is not in this process.
+    """
+
+    name: str
+
+    def __init__(
+        self,
+        name: str,
+        ticket: socket.socket,
+        link: SenderLink | ReceiverLink,
+        tell: Callable[[Any], None] | None,
+    ) -> None:
+        self.name = name
+        self._ticket: socket.socket | None = ticket
+        self._tell = tell
+        self._seat = _Seat(link)
+        self._is_used = False
+        self._why = ""
+        self._mutex = threading.Lock()
+        self._drops: Any = None
+        forks.ends.add(self)
+
+    # from process to process
+
+    def passed(self) -> None:
+        """See `forks.Passable`."""
+        if self._ticket is not None:
+            try:
+                self._open()
+            except BrokerGoneError as error:
+                self._why = str(error)
+
+    def not_passed(self) -> None:
+        """See `forks.Passable`."""
+        if self._ticket is not None:
+            self._ticket.close()
+            self._ticket = None
+            self._why = f"{self.name} was not passed to this process; pass it among the arguments of Process"
+
+    def forked(self) -> None:
+        """See `forks.Inherited`."""
+        self._mutex = threading.Lock()
+        self._tell = None
+        if self._seat.line is not None and not self._seat.is_closed:
+            self._seat.line.close()
+            self._seat.line = None
+            self._why = (
+                f"{self.name} was opened before this process was forked and belongs to its parent; clone() it"
+            )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        popen = get_spawning_popen()
+        if popen is None:
+            raise ClosedError(f"{self.name} travels only in the arguments of a process that is being started")
+        if self._ticket is None:
+            raise ClosedError(
+                self._why or f"{self.name} is in use, or was passed to this process; pass a clone() of it on"
+            )
+        if self._tell is not None:
+            self._tell(popen)
+        return _arrived, (type(self), self.name, DupFd(self._ticket.fileno()))
+
+    def _open(self) -> None:
+        assert self._ticket is not None
+        ticket, self._ticket = self._ticket, None
+        self._seat.line = _Line.open(ticket)
+        _LingersAtExit.arrange()
+        self._drops = util.Finalize(self, self._seat.drop, exitpriority=_DROP)
+
+    # in one process
+
+    def _use(self) -> _Line:
+        """Return the line, which is this process's from now on; under the mutex."""
+        line = self._seat.line
+        if self._is_used and line is not None:
+            return line
+        if self._seat.is_closed:
+            raise ClosedError(f"{self.name} is closed; clone() an end while it is open")
+        if line is None and self._ticket is not None:
+            self._open()
+            line = self._seat.line
+        if line is None:
+            raise ClosedError(self._why)
+        line.write(encode(Kind.ATTACH))
+        self._is_used = True
+        return line
+
+    def _turned_away(self) -> ClosedError:
+        """The broker says that the end is somebody else's."""
+        self._why = self._seat.link.refusal
+        self._hang_up()
+        return ClosedError(self._why)
+
+    def _hang_up(self) -> None:
+        self._is_used = False
+        self._seat.is_closed = True
+        if self._drops is not None:
+            self._drops.cancel()
+        if self._seat.line is not None:
+            self._seat.line.close()
+
+    def _hear(self, line: _Line, deadline: float | None) -> bool:
+        """Take in what comes next; return False when the time is over."""
+        try:
+            frames = line.read(deadline)
+        except BrokerGoneError:
+            self._hang_up()
+            raise
+        if frames is None:
+            return False
+        self._seat.take_in(frames)
+        if self._seat.link.refusal:
+            raise self._turned_away()
+        return True
+
+    def _clone(self) -> socket.socket:
+        """Return the ticket of a new end."""
+        with self._mutex:
+            line = self._use()
+            with forks.making:
+                here, there = socket.socketpair()
+            line.write(encode(Kind.CLONE), there.fileno())
+            there.close()
+            return here
+
+    def __del__(self) -> None:
+        if getattr(self, "_ticket", None) is not None:
+            self._ticket.close()  # type: ignore[union-attr]
+
+
+def _arrived(kind: Callable[[str, socket.socket], _ProcessEnd], name: str, ticket: Any) -> _ProcessEnd:
+    """An end in the process it was passed to."""
+    with forks.making:
+        end = kind(name, socket.socket(fileno=ticket.detach()))
+    end.passed()
+    return end
+
+
+def _deadline(timeout: float | None) -> float | None:
+    return None if timeout is None else time.monotonic() + timeout
+
+
+class ProcessSender(_ProcessEnd, Sender[T]):
+    """A sending end of a channel between processes."""
+
+    def __init__(self, name: str, ticket: socket.socket, tell: Callable[[Any], None] | None = None) -> None:
+        self._link = SenderLink()
+        self._is_waiting = False
+        super().__init__(name, ticket, self._link, tell)
+
+    def send(self, item: T, timeout: float | None = None) -> None:
+        """See `Sender.send`."""
+        deadline = _deadline(checked_timeout(timeout))
+        with self._mutex:
+            line, link = self._use(), self._link
+            body, is_by_reference = dumps(item)
+            if len(body) > MAX_BODY:
+                raise InvalidInputError(
+                    "item",
+                    f"{len(body)} bytes pickled",
+                    f"at most {MAX_BODY}",
+                    "send it in parts, or as a tensor",
+                )
+            if self._is_waiting:
+                self._take_back(line)
+            if link.kept:
+                self._seat.take_in(line.poll())
+            if link.gone is not None:
+                raise self._refused()
+            line.write(link.item(item, body, is_by_reference))
+            if not link.is_taken:
+                self._wait(line, deadline, timeout)
+
+    def _wait(self, line: _Line, deadline: float | None, timeout: float | None) -> None:
+        link = self._link
+        self._is_waiting = True
+        while not link.is_taken and link.gone is None:
+            if not self._hear(line, deadline):
+                self._take_back(line)
+                break
+        self._is_waiting = False
+        if link.is_taken:
+            return
+        link.forget()
+        if link.gone is not None:
+            raise self._refused()
+        raise ChannelFullError(
+            f"no room for the item within {timeout} s: the channel is full, and the receivers are slower; it was not "
+            "sent"
+        )
+
+    def _take_back(self, line: _Line) -> None:
+        """The last item is no longer offered, unless it has been taken in the meantime."""
+        link = self._link
+        link.is_refused = False
+        line.write(encode(Kind.WITHDRAW))
+        while not (link.is_refused or link.is_taken or link.gone is not None):
+            self._hear(line, None)
+        if self._is_waiting and not link.is_taken:
+            self._is_waiting = False
+
+    def _refused(self) -> Exception:
+        assert self._link.gone is not None
+        error = load_error(self._link.gone)
+        if isinstance(error, ReceiversGoneError):
+            return error
+        refusal = SenderError(f"nothing more can be sent: {error}")
+        refusal.__cause__ = error
+        return refusal
+
+    def clone(self) -> ProcessSender[T]:
+        """See `Sender.clone`."""
+        return ProcessSender(f"a clone of {self.name}", self._clone())
+
+    def close(self, error: BaseException | None = None) -> None:
+        """See `Sender.close`."""
+        with self._mutex:
+            if self._seat.is_closed or self._why:
+                return
+            line = self._use()
+            body = b"" if error is None else dump_error(forwardable(error, self.name), self.name)
+            line.write(self._link.close(body))
+            self._seat.is_closed = True
+            self._drops.cancel()
+            self._seat.linger()
+
+    def __enter__(self) -> Self:
+        with self._mutex:
+            self._use()
+        return self
+
+
+class ProcessReceiver(_ProcessEnd, Receiver[T]):
+    """A receiving end of a channel between processes."""
+
+    def __init__(self, name: str, ticket: socket.socket, tell: Callable[[Any], None] | None = None) -> None:
+        self._link = ReceiverLink()
+        super().__init__(name, ticket, self._link, tell)
+
+    def receive(self, timeout: float | None = None) -> T:
+        """See `Receiver.receive`."""
+        deadline = _deadline(checked_timeout(timeout))
+        with self._mutex:
+            line, link = self._use(), self._link
+            while True:
+                if link.ready:
+                    frame = link.take()
+                    try:
+                        return cast("T", loads(frame.body))
+                    except Exception as error:
+                        line.write(encode(Kind.UNREADABLE, frame.number))
+                        if not (frame.flags & BY_REFERENCE and isinstance(error, _DEAD_SENDER)):
+                            raise
+                elif link.over is not None:
+                    raise self._over(link.over)
+                elif not self._await(line, deadline):
+                    raise ChannelEmptyError(f"no item within {timeout} s; the channel has not ended")
+
+    def _await(self, line: _Line, deadline: float | None) -> bool:
+        """Wait for an answer; return False when the time is over and nothing will come."""
+        link = self._link
+        if not link.is_asked:
+            line.write(link.ask())
+        while link.is_asked:
+            if not self._hear(line, deadline):
+                line.write(encode(Kind.WITHDRAW))
+                while link.is_asked:
+                    self._hear(line, None)
+        return not link.is_refused
+
+    def _over(self, body: bytes) -> Exception:
+        if body:
+            return load_error(body)
+        return ChannelEndedError("the stream is over: every sender is closed and every item was handed out")
+
+    def clone(self) -> ProcessReceiver[T]:
+        """See `Receiver.clone`."""
+        return ProcessReceiver(f"a clone of {self.name}", self._clone())
+
+    def close(self) -> None:
+        """See `Receiver.close`."""
+        with self._mutex:
+            if self._seat.is_closed or self._why:
+                return
+            self._use().write(self._link.close())
+            self._hang_up()
+
+    def __enter__(self) -> Self:
+        with self._mutex:
+            self._use()
+        return self
+
+
+_DEAD_SENDER = (ConnectionError, FileNotFoundError, EOFError)
+"""What fetching a tensor's memory raises when its sender is gone."""
