@@ -122,3 +122,7 @@ class ChannelEmptyError(ShardQueueError, queue.Empty):
 
 class ShardQueueWarning(UserWarning):
     """Something that works, but hardly as it was meant."""
+
+
+class StarvedWarning(ShardQueueWarning):
+    """A receiver of a channel waits much of its time, because the senders are slower."""

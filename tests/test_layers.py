@@ -90,6 +90,7 @@ FLOORS = {
     "demo.stage": 5,
     "demo.text": 5,
     "demo.timeline": 5,
+    "pipeline": 5,
     "simulate": 5,
     # 6 doors
     "": 6,

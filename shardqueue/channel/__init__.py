@@ -64,6 +64,7 @@ class Channel(Generic[T]):
         on_report: called with a `ChannelReport` every `report_every` seconds while items move, and at the end; in the
             thread of an end, or between processes in the thread that moves the items.
         report_every: seconds.
+        name: what reports and warnings call it, where a program has several channels.
 
     Raises:
         InvalidInputError: an argument is out of range.
@@ -79,15 +80,18 @@ class Channel(Generic[T]):
         redeliver: bool = False,
         on_report: Callable[[ChannelReport], object] | None = None,
         report_every: float = 30.0,
+        name: str = "",
     ) -> None:
-        for name, value in (("senders", senders), ("receivers", receivers), ("capacity", capacity)):
-            check_int(name, value, 1)
+        for what, count in (("senders", senders), ("receivers", receivers), ("capacity", capacity)):
+            check_int(what, count, 1)
         if checked_seconds("report_every", report_every) == 0:
             raise InvalidInputError("report_every", report_every, "more than 0 seconds", "pass 30")
         if on_report is not None and not callable(on_report):
             raise InvalidInputError(
                 "on_report", on_report, "a function of a report", "pass a function, or None"
             )
+        if not isinstance(name, str):
+            raise InvalidInputError("name", name, "a str", "name the channel with a short string")
         if redeliver and context is None:
             raise InvalidInputError(
                 "redeliver",
@@ -98,9 +102,11 @@ class Channel(Generic[T]):
         self._watch = Watch(on_report, report_every)
         self._hub: Hub[Any] | Broker
         if context is None:
-            self._hub = Hub(Handoff(senders, receivers, capacity, time.monotonic()), self._watch)
+            self._hub = Hub(Handoff(senders, receivers, capacity, time.monotonic(), name), self._watch)
         else:
-            self._hub = _between_processes(senders, receivers, capacity, context, redeliver, self._watch)
+            self._hub = _between_processes(
+                senders, receivers, capacity, context, redeliver, name, self._watch
+            )
         self._declared = {Side.SENDER: senders, Side.RECEIVER: receivers}
         self._dropped = weakref.finalize(self, _forget, self._hub)
         self._dropped.atexit = False
@@ -111,7 +117,7 @@ class Channel(Generic[T]):
         Raises:
             ClosedError: all are taken, or the channel is closed, or another process made it.
         """
-        return cast("Sender[T]", self._taken(self._hub.sender(), Side.SENDER))
+        return cast("Sender[T]", self._taken(self._hub.sender, Side.SENDER))
 
     def receiver(self) -> Receiver[T]:
         """Return a receiver, one of those declared.
@@ -119,9 +125,14 @@ class Channel(Generic[T]):
         Raises:
             ClosedError: all are taken, or the channel is closed, or another process made it.
         """
-        return cast("Receiver[T]", self._taken(self._hub.receiver(), Side.RECEIVER))
+        return cast("Receiver[T]", self._taken(self._hub.receiver, Side.RECEIVER))
 
-    def _taken(self, end: object, side: Side) -> object:
+    def _taken(self, take: Callable[[], object], side: Side) -> object:
+        if not self._hub.is_ours:
+            raise ClosedError(
+                "another process made this channel; make its ends there, and pass them to processes"
+            )
+        end = take()
         if end is None:
             if not self._dropped.alive:
                 raise ClosedError(
@@ -167,7 +178,13 @@ class Channel(Generic[T]):
 
 
 def _between_processes(
-    senders: int, receivers: int, capacity: int, context: BaseContext, redeliver: bool, watch: Watch
+    senders: int,
+    receivers: int,
+    capacity: int,
+    context: BaseContext,
+    redeliver: bool,
+    name: str,
+    watch: Watch,
 ) -> Broker:
     if not isinstance(context, BaseContext):
         raise InvalidInputError(
@@ -187,7 +204,7 @@ def _between_processes(
     from shardqueue.channel.broker import Broker
     from shardqueue.channel.exchange import Exchange
 
-    return Broker(Exchange(senders, receivers, capacity, redeliver, time.monotonic()), watch)
+    return Broker(Exchange(senders, receivers, capacity, redeliver, time.monotonic(), name), watch)
 
 
 def _forget(hub: Hub[Any] | Broker) -> None:

@@ -80,6 +80,11 @@ class _Ticket:
     expected: dict[int, int] = field(default_factory=dict)
     passed: set[int] = field(default_factory=set)
 
+    @property
+    def is_with_nobody(self) -> bool:
+        """Whether no process uses the end, or has it and may."""
+        return self.line is None and not self.lines and not self.expected
+
 
 @dataclass(slots=True)
 class _Launch:
@@ -104,6 +109,9 @@ class Broker:
         self._actions: deque[Callable[[float], object]] = deque()
         self._tickets: dict[Port, _Ticket] = {}
         self._launches: list[_Launch] = []
+        self._is_stirred = self._is_in_doubt = False
+        self._forks = 0
+        self._busy: set[int] = set()
         self._pid = os.getpid()
         with forks.making:
             self._selector = selectors.DefaultSelector()
@@ -152,6 +160,11 @@ class Broker:
         with contextlib.suppress(OSError):
             self._alarm.send(b"!")
 
+    def expect(self, child: int) -> None:
+        """See `forks.Making`."""
+        self._forks += 1
+        self.later(lambda _: self._await(child))
+
     def forgo(self, error: Exception | None = None) -> dict[Side, int]:
         """Close the declared ends that nobody took, senders with the error; return how many there were."""
         with self._mutex:
@@ -184,13 +197,18 @@ class Broker:
 
     def _turn(self) -> bool:
         """Do what there is to do; return whether there may be more."""
-        events = self._selector.select(_LOOK if self._launches else None)
+        wait = 0.0 if self._is_in_doubt else _LOOK if self._launches else None
+        events = self._selector.select(wait)
         with self._mutex:
             now = time.monotonic()
             for key, mask in events:
                 key.data(mask, now)
             while self._actions:
                 self._actions.popleft()(now)
+            # A process that ends cuts several lines, and may have said something on others: all that comes first.
+            if self._is_in_doubt and not self._is_stirred and not self._forks:
+                self._check(now)
+            self._is_in_doubt, self._is_stirred = self._is_stirred, False
             if self._launches:
                 self._look()
             self._flush()
@@ -207,6 +225,16 @@ class Broker:
         with contextlib.suppress(BlockingIOError):
             self._awake.recv(4096)
 
+    def _await(self, child: int) -> None:
+        self._selector.register(child, selectors.EVENT_READ, partial(self._on_forked, child))
+
+    def _on_forked(self, child: int, _mask: int, _now: float) -> None:
+        """A forked child has opened lines for the ends it was passed, or is dead."""
+        self._selector.unregister(child)
+        os.close(child)
+        self._forks -= 1
+        self._is_stirred = True
+
     # tickets
 
     def _sell(self, port: Port, here: socket.socket) -> None:
@@ -216,7 +244,7 @@ class Broker:
         self._tickets[port] = ticket
         self._selector.register(here, selectors.EVENT_READ, partial(self._on_ticket, ticket))
 
-    def _on_ticket(self, ticket: _Ticket, _mask: int, now: float) -> None:
+    def _on_ticket(self, ticket: _Ticket, _mask: int, _now: float) -> None:
         assert ticket.socket is not None
         try:
             data, descriptors = _receive(ticket.socket, HELLO.size)
@@ -225,14 +253,14 @@ class Broker:
         if data:
             with forks.making:
                 line = _Line(ticket, HELLO.unpack(data)[0], socket.socket(fileno=descriptors[0]))
-            self._open(line, now)
+            self._open(line)
             return
         self._selector.unregister(ticket.socket)
         ticket.socket.close()
         ticket.socket = None
-        self._check(ticket, now)
+        self._is_stirred = True
 
-    def _open(self, line: _Line, now: float) -> None:
+    def _open(self, line: _Line) -> None:
         ticket = line.ticket
         line.socket.setblocking(False)
         self._expect_no_more(ticket, line.pid)
@@ -241,9 +269,9 @@ class Broker:
             self._turn_away(line)
             return
         ticket.lines[line.pid] = line
-        ticket.port.pid = line.pid
         self._selector.register(line.socket, selectors.EVENT_READ, partial(self._on_line, line))
-        self._revoke(ticket, now)
+        self._revoke(ticket)
+        self._is_stirred = True
 
     def _turn_away(self, line: _Line) -> None:
         ticket = line.ticket
@@ -253,7 +281,9 @@ class Broker:
         elif not ticket.port.end.open:
             why = f"{name} counts as closed already"
         else:
-            why = f"process {line.pid} uses another {ticket.port.end.side}, and {name} was passed to others as well"
+            why = (
+                f"process {line.pid} uses another end of the channel, and {name} was passed to others as well"
+            )
         why += "; an end is for one process, clone() one for another"
         with contextlib.suppress(OSError):
             line.socket.send(encode(Kind.REFUSED, body=why.encode()))
@@ -269,7 +299,8 @@ class Broker:
         for launch in self._launches:
             popen = launch.popen()
             launch.looks += 1
-            if popen is not None and getattr(popen, "pid", None) is not None:
+            is_up = None not in (getattr(popen, "pid", None), getattr(popen, "sentinel", None))
+            if popen is not None and is_up:
                 self._expect(launch.ticket, popen)
             elif popen is not None and launch.looks < _LOOKS:
                 waiting.append(launch)
@@ -281,17 +312,15 @@ class Broker:
         ticket.passed.add(popen.pid)
         try:
             sentinel = os.dup(popen.sentinel)
-        except OSError:
-            sentinel = -1
-        if sentinel >= 0:
-            ticket.expected[popen.pid] = sentinel
-            self._selector.register(
-                sentinel, selectors.EVENT_READ, partial(self._on_death, ticket, popen.pid)
-            )
+        except OSError:  # it has ended, and was waited for
+            self._is_stirred = True
+            return
+        ticket.expected[popen.pid] = sentinel
+        self._selector.register(sentinel, selectors.EVENT_READ, partial(self._on_death, ticket, popen.pid))
 
-    def _on_death(self, ticket: _Ticket, pid: int, _mask: int, now: float) -> None:
+    def _on_death(self, ticket: _Ticket, pid: int, _mask: int, _now: float) -> None:
         self._expect_no_more(ticket, pid)
-        self._check(ticket, now)
+        self._is_stirred = True
 
     def _expect_no_more(self, ticket: _Ticket, pid: int) -> None:
         sentinel = ticket.expected.pop(pid, None)
@@ -299,29 +328,31 @@ class Broker:
             self._selector.unregister(sentinel)
             os.close(sentinel)
 
-    def _check(self, ticket: _Ticket, now: float) -> None:
-        """An end that nobody uses and nobody can use any more counts as closed."""
-        is_with_nobody = ticket.line is None and not ticket.lines and not ticket.expected
-        if is_with_nobody and (ticket.socket is None or ticket.passed):
-            self._exchange.hung_up(ticket.port, now)
+    def _check(self, now: float) -> None:
+        """An end that nobody uses counts as closed when those that were meant to use it are gone.
 
-    def _revoke(self, ticket: _Ticket, now: float) -> None:
+        A process that uses another end was not meant, it was passed this one by the way. Of several ends that were
+        passed to several processes, each that is gone was meant for one: when there are no more ends without a
+        process than such processes, these ends are theirs. Until then the maker may still pass them on.
+        """
+        idle = [ticket for ticket in self._tickets.values() if ticket.is_with_nobody and ticket.port.end.open]
+        shared = [ticket for ticket in idle if len(ticket.passed) > 1]
+        gone = {pid for ticket in shared for pid in ticket.passed} - self._busy
+        for ticket in idle:
+            was_meant = len(shared) <= len(gone) if ticket in shared else bool(ticket.passed - self._busy)
+            if ticket.socket is None or was_meant:
+                self._exchange.hung_up(ticket.port, now)
+
+    def _revoke(self, ticket: _Ticket) -> None:
         """Of several processes that were passed the same end, those that use another one are not meant."""
         if ticket.line is not None or len(ticket.passed) < 2:
             return
-        side = ticket.port.end.side
-        busy = {
-            other.line.pid
-            for other in self._tickets.values()
-            if other.line is not None and other.port.end.side is side
-        }
-        for pid in busy & set(ticket.lines):
+        for pid in self._busy & set(ticket.lines):
             line = ticket.lines.pop(pid)
             self._selector.unregister(line.socket)
             self._turn_away(line)
-        for pid in busy & set(ticket.expected):
+        for pid in self._busy & set(ticket.expected):
             self._expect_no_more(ticket, pid)
-        self._check(ticket, now)
 
     # lines
 
@@ -356,8 +387,10 @@ class Broker:
                 return False
             ticket.line = line
             ticket.port.pid = line.pid
-            for other in list(self._tickets.values()):
-                self._revoke(other, now)
+            self._busy.add(line.pid)
+            for other in self._tickets.values():
+                self._revoke(other)
+            self._is_stirred = True
         if frame.kind == Kind.CLONE:
             with forks.making:
                 here = socket.socket(fileno=line.descriptors.popleft())
@@ -378,7 +411,7 @@ class Broker:
         if line.ticket.line is line:
             self._exchange.hung_up(line.ticket.port, now)
         else:
-            self._check(line.ticket, now)
+            self._is_stirred = True
 
     def _drop(self, line: _Line) -> None:
         self._selector.unregister(line.socket)
@@ -386,13 +419,12 @@ class Broker:
 
     def _flush(self) -> None:
         for port, ticket in self._tickets.items():
-            if not port.out:
-                continue
-            if ticket.line is not None:
-                ticket.line.unsent += b"".join(port.out)
-                if not ticket.line.is_blocked:
-                    self._write(ticket.line)
-            port.out.clear()
+            line = ticket.line
+            if port.out and line is not None:  # what is said to an end before it is used waits until it is
+                line.unsent += b"".join(port.out)
+                port.out.clear()
+                if not line.is_blocked:
+                    self._write(line)
 
     def _write(self, line: _Line) -> None:
         try:

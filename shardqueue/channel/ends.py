@@ -8,9 +8,9 @@ through shared memory or CUDA IPC: do not write to a tensor after sending it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Generic, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
 
-from shardqueue.errors import ChannelEndedError, InvalidInputError
+from shardqueue.errors import ChannelEndedError, ClosedError, InvalidInputError
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -30,13 +30,9 @@ def checked_seconds(name: str, value: object) -> float:
     return cast("float", value)
 
 
-def checked_timeout(timeout: float | None) -> float | None:
-    """Return a time-out: seconds, or None.
-
-    Raises:
-        InvalidInputError: it is neither.
-    """
-    return None if timeout is None else checked_seconds("timeout", timeout)
+_OF_THREADS = (
+    "this end is for the threads of one process; make the channel with context= to pass its ends to processes"
+)
 
 
 class Sender(ABC, Generic[T]):
@@ -92,6 +88,9 @@ class Sender(ABC, Generic[T]):
         self, _kind: type[BaseException] | None, error: BaseException | None, _where: TracebackType | None
     ) -> None:
         self.close(error)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise ClosedError(_OF_THREADS)
 
     def __repr__(self) -> str:
         return f"<{self.name}>"
@@ -153,6 +152,9 @@ class Receiver(ABC, Generic[T]):
         self, _kind: type[BaseException] | None, _error: BaseException | None, _where: TracebackType | None
     ) -> None:
         self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise ClosedError(_OF_THREADS)
 
     def __repr__(self) -> str:
         return f"<{self.name}>"

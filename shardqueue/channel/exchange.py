@@ -25,6 +25,7 @@ from shardqueue.channel.wire import (
     RETURNED,
     Frame,
     Kind,
+    decode_seconds,
     dump_error,
     encode,
     encode_numbers,
@@ -98,8 +99,10 @@ class Exchange:
         news: what happened that somebody should be warned of; drained by the caller.
     """
 
-    def __init__(self, senders: int, receivers: int, capacity: int, redeliver: bool, now: float) -> None:
-        self.queue: Handoff[Parcel] = Handoff(senders, receivers, capacity, now)
+    def __init__(
+        self, senders: int, receivers: int, capacity: int, redeliver: bool, now: float, name: str = ""
+    ) -> None:
+        self.queue: Handoff[Parcel] = Handoff(senders, receivers, capacity, now, name)
         self.ports: dict[End, Port] = {}
         self.news: list[str] = []
         self._redeliver = redeliver
@@ -149,6 +152,7 @@ class Exchange:
         if frame.kind == Kind.ITEM:
             self._item(port, frame, now)
         elif frame.kind == Kind.ASK:
+            self._measure(port, frame)
             self._ask(port, frame.number, now)
         elif frame.kind == Kind.WITHDRAW:
             if self.queue.withdraw(port.end, now):
@@ -223,6 +227,10 @@ class Exchange:
                 break
             self._give(port, parcel, now)
 
+    def _measure(self, port: Port, frame: Frame) -> None:
+        if frame.body:
+            self.queue.measure(port.end, decode_seconds(frame.body))
+
     def _give(self, port: Port, parcel: Parcel, now: float) -> None:
         port.at = now
         port.say(
@@ -271,11 +279,12 @@ class Exchange:
         if is_dropped:
             self.news.append(f"{_who(port)} was dropped without close(); it counts as closed")
         if port.end.side is Side.RECEIVER:
+            self._measure(port, frame)
             self._done(port, frame.number)
             self._put_back(port, now)
             port.is_over = True
         error = None
-        if frame.body:
+        if frame.body and port.end.side is Side.SENDER:
             error = SenderError(f"{_who(port)} ended with {error_line(frame.body)}", port.end.name)
             self._failure = self._failure or frame.body
         state = State.DROPPED if is_dropped else State.FAILED if error else State.CLOSED

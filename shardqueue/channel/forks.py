@@ -22,7 +22,7 @@ _OPAQUE = (type, types.ModuleType, types.FrameType, types.CodeType, str, bytes, 
 
 
 class Inherited(Protocol):
-    """Something with sockets."""
+    """Something that only one process may use."""
 
     def forked(self) -> None:
         """This is the child of a fork: close what only the parent may use."""
@@ -41,34 +41,67 @@ class Passable(Inherited, Protocol):
         ...
 
 
+class Making(Inherited, Protocol):
+    """What made ends, and follows where they go."""
+
+    def expect(self, child: int) -> None:
+        """A child was forked; this descriptor, now the callee's, is at its end when the child has its ends."""
+        ...
+
+
 ends: weakref.WeakSet[Any] = weakref.WeakSet()
 """Every end of this process, each `Passable`."""
 brokers: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Every broker of this process, each `Inherited`."""
+"""Every broker of this process, each `Making`."""
+hubs: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Whatever else is of no use in a child, each `Inherited`."""
 
 
-class _Guard:
-    """Sockets are made under it, so that no fork sees one that is in nobody's list."""
+class _Fork:
+    """A fork, and the making of sockets: one at a time, so that no child has a socket that is in nobody's list.
+
+    Between a fork and the moment the child has taken its ends nobody can say whose they are. A pipe tells: its other
+    side is the child's alone, which closes it then, or dies.
+    """
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
+        self._lock = threading.RLock()
+        self._pipe: tuple[int, int] | None = None
 
     def __enter__(self) -> None:
-        self.lock.acquire()
+        self._lock.acquire()
 
     def __exit__(self, *_: object) -> None:
-        self.lock.release()
+        self._lock.release()
+
+    def before(self) -> None:
+        self._lock.acquire()
+        self._pipe = os.pipe() if brokers else None
+
+    def in_parent(self) -> None:
+        if self._pipe is not None:
+            here, there = self._pipe
+            os.close(there)
+            for broker in list(brokers):
+                broker.expect(os.dup(here))
+            os.close(here)
+        self._lock.release()
+
+    def in_child(self) -> None:
+        self._lock = threading.RLock()
+        if self._pipe is not None:
+            os.close(self._pipe[0])
+        for thing in (*brokers, *ends, *hubs):
+            thing.forked()
+
+    def is_over(self) -> None:
+        """The child has its ends."""
+        if self._pipe is not None:
+            os.close(self._pipe[1])
+            self._pipe = None
 
 
-making = _Guard()
-
-
-def _in_child() -> None:
-    making.lock = threading.RLock()
-    for broker in list(brokers):
-        broker.forked()
-    for end in list(ends):
-        end.forked()
+making = _Fork()
 
 
 class _Anchor:
@@ -86,6 +119,7 @@ def _bootstrapped(_: object) -> None:
             end.passed()
         else:
             end.not_passed()
+    making.is_over()
 
 
 def _reachable(start: object) -> set[int] | None:
@@ -130,8 +164,6 @@ def _is_filled(cell: types.CellType) -> bool:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
-        before=lambda: making.lock.acquire(),
-        after_in_parent=lambda: making.lock.release(),
-        after_in_child=_in_child,
+        before=making.before, after_in_parent=making.in_parent, after_in_child=making.in_child
     )
 multiprocessing.util.register_after_fork(_anchor, _bootstrapped)

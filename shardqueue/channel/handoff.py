@@ -56,12 +56,12 @@ class End:
     """An end as the queue knows it; only a `Handoff` writes to it."""
 
     __slots__ = (
-        *("side", "number", "open", "state", "since", "warned"),
-        *("items", "lost", "first", "last", "waited", "lead"),
+        *("name", "side", "number", "open", "state", "since", "warned"),
+        *("items", "lost", "first", "last", "waited", "lead", "measured"),
     )
 
-    def __init__(self, side: Side, number: int) -> None:
-        self.side, self.number = side, number
+    def __init__(self, side: Side, number: int, name: str) -> None:
+        self.side, self.number, self.name = side, number, name
         self.open = True
         self.state = State.OPEN
         self.items = 0
@@ -70,27 +70,24 @@ class End:
         self.last = 0.0
         self.since: float | None = None
         self.waited = 0.0
+        self.measured = 0.0
         self.lead = 0.0
         self.warned = False
-
-    @property
-    def name(self) -> str:
-        """The end as a person calls it."""
-        return f"{self.side} {self.number}"
 
     def report(self, now: float) -> EndReport:
         """Return what it did up to now."""
         waiting = now - self.since if self.since is not None else 0.0
-        started = self.first is not None
-        until = now if self.open else self.last
+        seconds = (now if self.open else self.last) - self.first if self.first is not None else 0.0
+        waited = max(self.waited, self.measured) + (waiting if self.first is not None else 0.0)
         return EndReport(
+            name=self.name,
             side=self.side,
             number=self.number,
             state=self.state,
             items=self.items,
-            seconds=until - self.first if self.first is not None else 0.0,
-            waited=self.waited + (waiting if started else 0.0),
-            lead=self.lead + (0.0 if started else waiting),
+            seconds=seconds,
+            waited=min(waited, seconds),
+            lead=self.lead + (waiting if self.first is None else 0.0),
             lost=self.lost,
         )
 
@@ -103,6 +100,7 @@ class Handoff(Generic[T]):
         receivers: the same.
         capacity: items it holds, 1 or more.
         now: seconds, the beginning of the report's time.
+        name: goes before the names of the ends.
 
     Attributes:
         wakes: who no longer waits, and what it is told; whoever calls a method drains it.
@@ -112,7 +110,8 @@ class Handoff(Generic[T]):
         starved: a receiver was found to starve since this was last cleared.
     """
 
-    def __init__(self, senders: int, receivers: int, capacity: int, now: float) -> None:
+    def __init__(self, senders: int, receivers: int, capacity: int, now: float, name: str = "") -> None:
+        self.name = name
         self.capacity = capacity
         self.queue: deque[T] = deque()
         self.ends: dict[Side, list[End]] = {Side.SENDER: [], Side.RECEIVER: []}
@@ -152,7 +151,8 @@ class Handoff(Generic[T]):
         return self._add(end.side)
 
     def _add(self, side: Side) -> End:
-        end = End(side, len(self.ends[side]))
+        number = len(self.ends[side])
+        end = End(side, number, f"{self.name} {side} {number}".lstrip())
         self.ends[side].append(end)
         return end
 
@@ -245,7 +245,7 @@ class Handoff(Generic[T]):
             return
         if end.since is not None:
             self._leave_line(end)
-            self._waited(end, now)
+            self._wake(end, REFUSED, now)
         end.open, end.state = False, state
         if end.side is Side.SENDER and error is not None:
             if state is not State.KILLED:
@@ -391,6 +391,10 @@ class Handoff(Generic[T]):
             self._offers = deque(offer for offer in self._offers if offer[0] is not end)
 
     # seen
+
+    def measure(self, end: End, seconds: float) -> None:
+        """An end says how long it has waited, by its own clock, between its first item and its last."""
+        end.measured = seconds
 
     def report(self, now: float) -> ChannelReport:
         """Return what happened up to now."""

@@ -8,7 +8,16 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from shardqueue.channel.wire import BY_REFERENCE, DROPPED, RETURNED, Frame, Kind, decode_numbers, encode
+from shardqueue.channel.wire import (
+    BY_REFERENCE,
+    DROPPED,
+    RETURNED,
+    Frame,
+    Kind,
+    decode_numbers,
+    encode,
+    encode_seconds,
+)
 
 
 class SenderLink:
@@ -47,10 +56,18 @@ class SenderLink:
         """Whether the last item is in the queue."""
         return self.next <= self.limit
 
-    def forget(self) -> None:
-        """The last item was not taken."""
+    @property
+    def is_answered(self) -> bool:
+        """Whether it is known what becomes of the last item, which was offered."""
+        return self.is_taken or self.gone is not None
+
+    def settle(self) -> bool:
+        """Return whether the last item was taken; if not, its number is the next item's."""
+        if self.is_taken:
+            return True
         self.next -= 1
         self.kept.pop(self.next, None)
+        return False
 
     def repeated(self, number: int, body: bytes) -> bytes:
         """Return the answer to AGAIN."""
@@ -86,6 +103,7 @@ class ReceiverLink:
     Attributes:
         ready: items that came and were not handed to the program.
         handed: items handed to the program; it is done with all but the last.
+        waited: seconds between its first item and its last in which it waited.
         is_asked: the broker owes an answer.
         over: the pickled error that ends the stream, empty for the plain end; None while it goes on.
         is_refused: the answer to WITHDRAW, or the end is another process's.
@@ -95,6 +113,7 @@ class ReceiverLink:
     def __init__(self) -> None:
         self.ready: deque[Frame] = deque()
         self.handed = 0
+        self.waited = 0.0
         self.is_asked = False
         self.over: bytes | None = None
         self.is_refused = False
@@ -104,7 +123,7 @@ class ReceiverLink:
         """Return the frame that asks for an item, and says that all before are done with."""
         self.is_asked = True
         self.is_refused = False
-        return encode(Kind.ASK, self.handed)
+        return encode(Kind.ASK, self.handed, encode_seconds(self.waited))
 
     def take(self) -> Frame:
         """Return the next item that came; the program has it."""
@@ -127,4 +146,6 @@ class ReceiverLink:
 
     def close(self, is_dropped: bool = False) -> bytes:
         """Return the frame that says this end takes no more; what it did not hand out goes to the others."""
-        return encode(Kind.CLOSE, self.handed, flags=DROPPED if is_dropped else 0)
+        return encode(
+            Kind.CLOSE, self.handed, encode_seconds(self.waited), flags=DROPPED if is_dropped else 0
+        )

@@ -19,7 +19,7 @@ from multiprocessing.reduction import DupFd
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from shardqueue.channel import forks
-from shardqueue.channel.ends import Receiver, Sender, checked_timeout
+from shardqueue.channel.ends import Receiver, Sender, checked_seconds
 from shardqueue.channel.forwarding import forwardable
 from shardqueue.channel.links import ReceiverLink, SenderLink
 from shardqueue.channel.wire import (
@@ -52,6 +52,8 @@ T = TypeVar("T")
 HELLO = struct.Struct("<I")
 """What goes over a ticket, beside the broker's side of a line: the pid of the process that opens it."""
 _CHUNK = 1 << 18
+_LONGEST = 86_400.0
+"""Seconds a socket is asked to wait at a time; it refuses to wait for a month."""
 _DROP, _LINGER = 6, 5
 """Priorities at the end of a process: ends nobody closed are dropped, then what they sent is waited for."""
 
@@ -101,7 +103,7 @@ class _Line:
             self._unsent = self._unsent[self._socket.send(self._unsent) :]
 
     def read(self, deadline: float | None) -> list[Frame] | None:
-        """Return the frames that come next, at least a part of one; None when the time is over.
+        """Return the frames that come next, which may be none yet; None when the time is over.
 
         Raises:
             BrokerGoneError: the broker is gone.
@@ -110,11 +112,11 @@ class _Line:
             left = deadline - time.monotonic()
             if left <= 0:
                 return None
-            self._socket.settimeout(left)
+            self._socket.settimeout(min(left, _LONGEST))
         try:
             data = self._socket.recv(_CHUNK)
         except TimeoutError:
-            return None
+            return []
         except ConnectionError:
             data = b""
         finally:
@@ -146,6 +148,7 @@ class _Seat:
     def __init__(self, link: SenderLink | ReceiverLink) -> None:
         self.link = link
         self.line: _Line | None = None
+        self.is_used = False
         self.is_closed = False
 
     def take_in(self, frames: list[Frame]) -> None:
@@ -168,6 +171,9 @@ class _Seat:
         if self.line is None or self.is_closed:
             return
         self.is_closed = True
+        if not self.is_used:
+            self.line.close()  # others may have been passed the same end
+            return
         self.line.write(self.link.close(is_dropped=True))
         if isinstance(self.link, SenderLink) and self.link.kept:
             _lingering.append(self)
@@ -231,7 +237,6 @@ class _ProcessEnd:
         self._ticket: socket.socket | None = ticket
         self._tell = tell
         self._seat = _Seat(link)
-        self._is_used = False
         self._why = ""
         self._mutex = threading.Lock()
         self._drops: Any = None
@@ -289,17 +294,17 @@ class _ProcessEnd:
     def _use(self) -> _Line:
         """Return the line, which is this process's from now on; under the mutex."""
         line = self._seat.line
-        if self._is_used and line is not None:
-            return line
         if self._seat.is_closed:
-            raise ClosedError(f"{self.name} is closed; clone() an end while it is open")
+            raise ClosedError(self._why or f"{self.name} is closed; clone() an end while it is open")
+        if self._seat.is_used and line is not None:
+            return line
         if line is None and self._ticket is not None:
             self._open()
             line = self._seat.line
         if line is None:
             raise ClosedError(self._why)
         line.write(encode(Kind.ATTACH))
-        self._is_used = True
+        self._seat.is_used = True
         return line
 
     def _turned_away(self) -> ClosedError:
@@ -309,7 +314,6 @@ class _ProcessEnd:
         return ClosedError(self._why)
 
     def _hang_up(self) -> None:
-        self._is_used = False
         self._seat.is_closed = True
         if self._drops is not None:
             self._drops.cancel()
@@ -354,7 +358,7 @@ def _arrived(kind: Callable[[str, socket.socket], _ProcessEnd], name: str, ticke
 
 
 def _deadline(timeout: float | None) -> float | None:
-    return None if timeout is None else time.monotonic() + timeout
+    return None if timeout is None else time.monotonic() + checked_seconds("timeout", timeout)
 
 
 class ProcessSender(_ProcessEnd, Sender[T]):
@@ -367,7 +371,7 @@ class ProcessSender(_ProcessEnd, Sender[T]):
 
     def send(self, item: T, timeout: float | None = None) -> None:
         """See `Sender.send`."""
-        deadline = _deadline(checked_timeout(timeout))
+        deadline = _deadline(timeout)
         with self._mutex:
             line, link = self._use(), self._link
             body, is_by_reference = dumps(item)
@@ -390,15 +394,16 @@ class ProcessSender(_ProcessEnd, Sender[T]):
 
     def _wait(self, line: _Line, deadline: float | None, timeout: float | None) -> None:
         link = self._link
-        self._is_waiting = True
-        while not link.is_taken and link.gone is None:
-            if not self._hear(line, deadline):
-                self._take_back(line)
-                break
-        self._is_waiting = False
-        if link.is_taken:
+        self._is_waiting = is_in_time = True
+        while is_in_time and not link.is_answered:
+            is_in_time = self._hear(line, deadline)
+        if is_in_time:
+            self._is_waiting = False
+            is_taken = link.settle()
+        else:
+            is_taken = self._take_back(line)
+        if is_taken:
             return
-        link.forget()
         if link.gone is not None:
             raise self._refused()
         raise ChannelFullError(
@@ -406,15 +411,15 @@ class ProcessSender(_ProcessEnd, Sender[T]):
             "sent"
         )
 
-    def _take_back(self, line: _Line) -> None:
-        """The last item is no longer offered, unless it has been taken in the meantime."""
+    def _take_back(self, line: _Line) -> bool:
+        """The last item is no longer offered; return whether it has been taken in the meantime."""
         link = self._link
         link.is_refused = False
         line.write(encode(Kind.WITHDRAW))
-        while not (link.is_refused or link.is_taken or link.gone is not None):
+        while not (link.is_refused or link.is_answered):
             self._hear(line, None)
-        if self._is_waiting and not link.is_taken:
-            self._is_waiting = False
+        self._is_waiting = False
+        return link.settle()
 
     def _refused(self) -> Exception:
         assert self._link.gone is not None
@@ -456,22 +461,29 @@ class ProcessReceiver(_ProcessEnd, Receiver[T]):
 
     def receive(self, timeout: float | None = None) -> T:
         """See `Receiver.receive`."""
-        deadline = _deadline(checked_timeout(timeout))
+        began = time.monotonic()
+        deadline = None if timeout is None else began + checked_seconds("timeout", timeout)
         with self._mutex:
-            line, link = self._use(), self._link
-            while True:
-                if link.ready:
-                    frame = link.take()
-                    try:
-                        return cast("T", loads(frame.body))
-                    except Exception as error:
-                        line.write(encode(Kind.UNREADABLE, frame.number))
-                        if not (frame.flags & BY_REFERENCE and isinstance(error, _DEAD_SENDER)):
-                            raise
-                elif link.over is not None:
-                    raise self._over(link.over)
-                elif not self._await(line, deadline):
-                    raise ChannelEmptyError(f"no item within {timeout} s; the channel has not ended")
+            item = self._next(self._use(), deadline)
+            if item is _NOTHING:
+                raise ChannelEmptyError(f"no item within {timeout} s; the channel has not ended")
+            if self._link.handed > 1:
+                self._link.waited += time.monotonic() - began
+            return cast("T", item)
+
+    def _next(self, line: _Line, deadline: float | None) -> object:
+        link = self._link
+        while link.ready or link.over is not None or self._await(line, deadline):
+            if not link.ready:
+                raise self._over(link.over or b"")
+            frame = link.take()
+            try:
+                return loads(frame.body)
+            except Exception as error:
+                line.write(encode(Kind.UNREADABLE, frame.number))
+                if not (frame.flags & BY_REFERENCE and isinstance(error, _DEAD_SENDER)):
+                    raise
+        return _NOTHING
 
     def _await(self, line: _Line, deadline: float | None) -> bool:
         """Wait for an answer; return False when the time is over and nothing will come."""
@@ -508,5 +520,6 @@ class ProcessReceiver(_ProcessEnd, Receiver[T]):
         return self
 
 
+_NOTHING = object()
 _DEAD_SENDER = (ConnectionError, FileNotFoundError, EOFError)
 """What fetching a tensor's memory raises when its sender is gone."""

@@ -40,7 +40,10 @@ class State(StrEnum):
 class EndReport:
     """What one end did.
 
+    A receiver between processes measures itself: what it waited includes fetching and unpickling the item.
+
     Attributes:
+        name: the end as a person calls it, "receiver 0", after the channel's name if it has one.
         side: sender or receiver.
         number: which, from 0; clones are numbered on.
         state: open, closed, failed, dropped or killed.
@@ -51,6 +54,7 @@ class EndReport:
         lost: items that were lost with it.
     """
 
+    name: str
     side: Side
     number: int
     state: State
@@ -61,14 +65,9 @@ class EndReport:
     lost: int
 
     @property
-    def name(self) -> str:
-        """The end as a person calls it."""
-        return f"{self.side} {self.number}"
-
-    @property
     def wait_fraction(self) -> float:
         """Share of its time between its first item and its last that it waited, 0 to 1."""
-        return min(1.0, self.waited / self.seconds) if self.seconds > 0 else 0.0
+        return self.waited / self.seconds if self.seconds > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,15 +7,18 @@ and whoever leaves the mutex next looks.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
 import warnings
+import weakref
 from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 
-from shardqueue.channel.ends import Receiver, Sender, checked_timeout
+from shardqueue.channel import forks
+from shardqueue.channel.ends import Receiver, Sender, checked_seconds
 from shardqueue.channel.forwarding import forwardable, raised_by
 from shardqueue.channel.handoff import END, FAILED, REFUSED, TAKEN, WAIT, Answer, End, Handoff
 from shardqueue.channel.report import ChannelReport, Side, State
@@ -24,6 +27,7 @@ from shardqueue.errors import (
     ChannelEndedError,
     ChannelFullError,
     ClosedError,
+    ReceiversGoneError,
     SenderError,
     ShardQueueWarning,
 )
@@ -86,6 +90,7 @@ class Hub(Generic[T]):
         self.due = watch.due
         self._pid = os.getpid()
         self._actions: deque[Callable[[float], object]] = deque()
+        forks.hubs.add(self)
         self._seats: dict[End, _Seat] = {}
 
     def sender(self) -> ThreadSender[T] | None:
@@ -161,6 +166,17 @@ class Hub(Generic[T]):
         self._act()
         self.queue.left.clear()
 
+    def forked(self) -> None:
+        """In the child nobody is at the other ends."""
+        why = ClosedError(
+            "a channel without context= is between the threads of one process, and this one was forked from it; make "
+            "it with context=torch.multiprocessing.get_context(...) to reach other processes"
+        )
+        self.queue.refusal = self.queue.failure = why
+        self.queue.queue.clear()
+        with contextlib.suppress(RuntimeError):
+            self.mutex.release()  # whoever was inside is not here
+
     def report(self) -> ChannelReport:
         """Return what happened so far."""
         with self.mutex:
@@ -185,9 +201,12 @@ class ThreadSender(Sender[T]):
         self._hub, self._end, self._seat = hub, end, hub.seat(end)
         self._mutex, self._offer, self._wakes = hub.mutex, hub.queue.offer, hub.queue.wakes
         self.name = end.name
+        weakref.finalize(self, _drop, hub, end).atexit = False
 
     def send(self, item: T, timeout: float | None = None) -> None:
         """See `Sender.send`."""
+        if timeout is not None:
+            checked_seconds("timeout", timeout)
         hub = self._hub
         now = hub.now()
         with self._mutex:
@@ -197,7 +216,7 @@ class ThreadSender(Sender[T]):
         if now >= hub.due:
             hub.tidy()
         if answer is not TAKEN:
-            self._wait(answer, checked_timeout(timeout))
+            self._wait(answer, timeout)
 
     def _wait(self, answer: Answer, timeout: float | None) -> None:
         if answer is WAIT and timeout != 0:
@@ -215,7 +234,7 @@ class ThreadSender(Sender[T]):
             )
         refusal = self._hub.queue.refusal
         assert refusal is not None
-        if isinstance(refusal, ConnectionError):
+        if isinstance(refusal, ReceiversGoneError | ClosedError):
             raise type(refusal)(*refusal.args)
         raise SenderError(f"nothing more can be sent: {raised_by(refusal)}") from refusal
 
@@ -229,10 +248,6 @@ class ThreadSender(Sender[T]):
             state = State.CLOSED if error is None else State.FAILED
             self._hub.close(self._end, state, None if error is None else forwardable(error, self.name))
 
-    def __del__(self) -> None:
-        if hasattr(self, "_end"):
-            _drop(self._hub, self._end)
-
 
 class ThreadReceiver(Receiver[T]):
     """A receiving end in a thread of this process."""
@@ -241,9 +256,12 @@ class ThreadReceiver(Receiver[T]):
         self._hub, self._end, self._seat = hub, end, hub.seat(end)
         self._mutex, self._ask, self._wakes = hub.mutex, hub.queue.ask, hub.queue.wakes
         self.name = end.name
+        weakref.finalize(self, _drop, hub, end).atexit = False
 
     def receive(self, timeout: float | None = None) -> T:
         """See `Receiver.receive`."""
+        if timeout is not None:
+            checked_seconds("timeout", timeout)
         hub = self._hub
         now = hub.now()
         with self._mutex:
@@ -254,7 +272,7 @@ class ThreadReceiver(Receiver[T]):
             hub.tidy()
         if item.__class__ is not Answer:
             return cast("T", item)
-        return self._wait(item, checked_timeout(timeout))
+        return self._wait(item, timeout)
 
     def _wait(self, answer: T | Answer, timeout: float | None) -> T:
         if answer is WAIT and timeout != 0:
@@ -282,10 +300,6 @@ class ThreadReceiver(Receiver[T]):
         """See `Receiver.close`."""
         if self._end.open:
             self._hub.close(self._end)
-
-    def __del__(self) -> None:
-        if hasattr(self, "_end"):
-            _drop(self._hub, self._end)
 
 
 def _clone(hub: Hub[Any], end: End) -> End:

@@ -12,7 +12,7 @@ import warnings
 from typing import TYPE_CHECKING, Protocol
 
 from shardqueue.channel.report import ChannelReport, starving
-from shardqueue.errors import ShardQueueWarning
+from shardqueue.errors import ShardQueueWarning, StarvedWarning
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,7 +68,7 @@ class Watch:
         if channel.queue.starved:
             channel.queue.starved = False
             if message := starving(channel.report()):
-                warn(message)
+                warn(message, StarvedWarning)
         if self._hook is None or (self._now() < self.due and not channel.queue.is_finished):
             return
         if self.due == FOREVER or not self._reporting.acquire(blocking=False):
@@ -83,9 +83,9 @@ class Watch:
             self._reporting.release()
 
 
-def warn(message: str) -> None:
+def warn(message: str, category: type[ShardQueueWarning] = ShardQueueWarning) -> None:
     """Warn from a thread that must survive warnings turned into errors."""
     try:
-        warnings.warn(message, ShardQueueWarning, stacklevel=3)
+        warnings.warn(message, category, stacklevel=3)
     except ShardQueueWarning:
         _log.warning("%s", message)

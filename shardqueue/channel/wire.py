@@ -33,11 +33,11 @@ class Kind(IntEnum):
     WITHDRAW = 2
     """End to broker: it no longer waits. Answered by REFUSED, unless the answer is on its way already."""
     CLOSE = 3
-    """End to broker. Number: items a receiver is done with. Body: a sender's pickled error."""
+    """End to broker. Number: items a receiver is done with. Body: a sender's pickled error, a receiver's seconds."""
     CLONE = 4
     """End to broker, with a file descriptor: the ticket of a new end."""
     ASK = 5
-    """Receiver to broker: it wants an item. Number: items it is done with."""
+    """Receiver to broker: it wants an item. Number: items it is done with. Body: seconds it has waited so far."""
     UNREADABLE = 6
     """Receiver to broker. Number: the item that could not be unpickled, which is lost."""
     ATTACH = 7
@@ -90,6 +90,20 @@ def encode_numbers(numbers: list[int]) -> bytes:
 def decode_numbers(body: bytes) -> list[int]:
     """Return what `encode_numbers` was given."""
     return [number for (number,) in _NUMBERS.iter_unpack(body)]
+
+
+_SECONDS = struct.Struct("<d")
+
+
+def encode_seconds(seconds: float) -> bytes:
+    """Return the body of ASK."""
+    return _SECONDS.pack(seconds)
+
+
+def decode_seconds(body: bytes) -> float:
+    """Return what `encode_seconds` was given."""
+    seconds: float = _SECONDS.unpack(body)[0]
+    return seconds
 
 
 class Frames:
