@@ -409,9 +409,10 @@ def test_a_process_that_ends_without_closing_still_lingers(context: BaseContext,
     assert [got[0].tolist(), got[1]] == [[0, 1, 2], 4]
 
 
-def send_then_die(pipe: Connection, sender: Sender[Any]) -> None:
+def send_then_die(pipe: Connection, sender: Sender[Any], strategy: str) -> None:
     import torch
 
+    torch.multiprocessing.set_sharing_strategy(strategy)  # type: ignore[no-untyped-call]
     with sender:
         sender.send(1)
         sender.send(torch.arange(3))
@@ -420,23 +421,28 @@ def send_then_die(pipe: Connection, sender: Sender[Any]) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_killed_senders_tensors_are_lost_and_all_else_arrives(context: BaseContext, crew: Crew) -> None:
+@pytest.mark.parametrize("strategy", ["file_descriptor", "file_system"])
+def test_a_killed_senders_memory_is_lost_and_all_else_arrives(
+    context: BaseContext, crew: Crew, strategy: str
+) -> None:
+    lost = 2 if strategy == "file_system" else 0  # a descriptor travels with its item, a name does not
     channel: Channel[Any] = Channel(2, 1, 16, context=context)
     with (
-        pytest.warns(ShardQueueWarning, match=r"sender 0 \(process \d+\) was killed: 2 items"),
+        pytest.warns(ShardQueueWarning, match=rf"sender 0 \(process \d+\) was killed: {lost} items"),
         channel.receiver() as receiver,
     ):
-        crew.start(context, send_then_die, channel.sender())
+        crew.start(context, send_then_die, channel.sender(), strategy)
         crew.join()
         with channel.sender() as other:
             other.send(3)
-        got = [receiver.receive() for _ in range(3)]
-        with pytest.raises(SenderError, match="was killed: 2 items") as caught:
+        got = [receiver.receive() for _ in range(5 - lost)]
+        with pytest.raises(SenderError, match=f"was killed: {lost} items") as caught:
             receiver.receive()
-        assert caught.value.lost == channel.report().lost == 2
+        assert caught.value.lost == channel.report().lost == lost
         receiver.close()
         _until_over(channel)
-    assert sorted(got) == [1, 2, 3]
+    assert sorted(item for item in got if isinstance(item, int)) == [1, 2, 3]
+    assert [item.tolist() for item in got if not isinstance(item, int)] == [[0, 1, 2], [0, 1, 2, 3]][lost:]
 
 
 def take_then_die(pipe: Connection, receiver: Receiver[Any]) -> None:

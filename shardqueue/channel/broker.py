@@ -12,8 +12,8 @@ all lines are cut and the ends say so.
 
 from __future__ import annotations
 
-import array
 import contextlib
+import errno
 import logging
 import os
 import selectors
@@ -30,18 +30,19 @@ from shardqueue.channel import forks
 from shardqueue.channel.processes import HELLO, ProcessReceiver, ProcessSender
 from shardqueue.channel.report import ChannelReport, Side
 from shardqueue.channel.watch import Watch, warn
-from shardqueue.channel.wire import Frame, Frames, Kind, encode
+from shardqueue.channel.wire import Frame, Frames, Kind, encode, receive
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from shardqueue.channel.exchange import Exchange, Port
+    from shardqueue.channel.exchange import Exchange, Out, Port
     from shardqueue.channel.handoff import Handoff
 
 T = TypeVar("T")
 _log = logging.getLogger("shardqueue")
 _CHUNK = 1 << 18
-_DESCRIPTORS = 16
+_DESCRIPTORS = 128
+"""File descriptors the items of a full queue may hold open in this process, besides those in receivers' hands."""
 _LOOK = 0.005
 """Seconds between two looks at a process that is just being started; nothing else is ever looked at twice."""
 _LOOKS = 12_000
@@ -55,8 +56,7 @@ class _Line:
     pid: int
     socket: socket.socket
     frames: Frames = field(default_factory=Frames)
-    descriptors: deque[int] = field(default_factory=deque)
-    unsent: bytearray = field(default_factory=bytearray)
+    unsent: deque[tuple[bytes | memoryview, tuple[int, ...]]] = field(default_factory=deque)
     is_blocked: bool = False
 
 
@@ -152,7 +152,8 @@ class Broker:
             here, there = socket.socketpair()
             self.later(lambda _: self._sell(port, here))
             kind = ProcessSender if side is Side.SENDER else ProcessReceiver
-            return kind(port.end.name, there, partial(_pass, weakref.ref(self), port))
+            room = _DESCRIPTORS // self.queue.capacity
+            return kind(port.end.name, there, room, partial(_pass, weakref.ref(self), port))
 
     def later(self, action: Callable[[float], object]) -> None:
         """Have the thread do it; from anywhere, the garbage collector included."""
@@ -247,7 +248,7 @@ class Broker:
     def _on_ticket(self, ticket: _Ticket, _mask: int, _now: float) -> None:
         assert ticket.socket is not None
         try:
-            data, descriptors = _receive(ticket.socket, HELLO.size)
+            data, descriptors = receive(ticket.socket, HELLO.size)
         except BlockingIOError:
             return
         if data:
@@ -364,16 +365,17 @@ class Broker:
 
     def _read(self, line: _Line, now: float) -> None:
         try:
-            data, descriptors = _receive(line.socket, _CHUNK)
+            data, descriptors = receive(line.socket, _CHUNK)
         except BlockingIOError:
             return
-        except OSError:
+        except OSError as error:
+            if error.errno == errno.EMFILE:
+                raise
             data, descriptors = b"", []
-        line.descriptors.extend(descriptors)
         if not data:
             self._hang_up(line, now)
             return
-        for frame in line.frames.feed(data):
+        for frame in line.frames.feed(data, descriptors):
             if not self._told(line, frame, now):
                 return
 
@@ -393,7 +395,7 @@ class Broker:
             self._is_stirred = True
         if frame.kind == Kind.CLONE:
             with forks.making:
-                here = socket.socket(fileno=line.descriptors.popleft())
+                here = socket.socket(fileno=frame.descriptors[0])
             port = self._exchange.clone(ticket.port)
             if port is None:
                 here.close()
@@ -406,7 +408,7 @@ class Broker:
     def _hang_up(self, line: _Line, now: float) -> None:
         self._drop(line)
         line.socket.close()
-        for descriptor in line.descriptors:
+        for descriptor in line.frames.rest():
             os.close(descriptor)
         if line.ticket.line is line:
             self._exchange.hung_up(line.ticket.port, now)
@@ -421,15 +423,26 @@ class Broker:
         for port, ticket in self._tickets.items():
             line = ticket.line
             if port.out and line is not None:  # what is said to an end before it is used waits until it is
-                line.unsent += b"".join(port.out)
+                line.unsent.extend(_merged(port.out))
                 port.out.clear()
                 if not line.is_blocked:
                     self._write(line)
+        for descriptor in self._exchange.free:
+            os.close(descriptor)
+        self._exchange.free.clear()
 
     def _write(self, line: _Line) -> None:
         try:
             while line.unsent:
-                del line.unsent[: line.socket.send(line.unsent)]
+                data, descriptors = line.unsent[0]
+                if descriptors:
+                    sent = socket.send_fds(line.socket, [data], list(descriptors))
+                else:
+                    sent = line.socket.send(data)
+                if sent < len(data):
+                    line.unsent[0] = (memoryview(data)[sent:], ())
+                else:
+                    line.unsent.popleft()
         except BlockingIOError:
             pass
         except OSError:
@@ -461,17 +474,19 @@ def _pass(broker: weakref.ref[Broker], port: Port, popen: Any) -> None:
         found.later(lambda _: found._pass(port, process))
 
 
+def _merged(out: list[Out]) -> list[Out]:
+    """Frames that go without descriptors are written together."""
+    merged: list[Out] = []
+    together: list[bytes] = []
+    for data, descriptors in out:
+        if descriptors:
+            merged += [(b"".join(together), ()), (data, descriptors)]
+            together = []
+        else:
+            together.append(data)
+    merged.append((b"".join(together), ()))
+    return [entry for entry in merged if entry[0]]
+
+
 def _nothing(_: float) -> None:
     pass
-
-
-def _receive(sock: socket.socket, size: int) -> tuple[bytes, list[int]]:
-    """Return what came over a socket: bytes, and file descriptors."""
-    data, extra, _, _ = sock.recvmsg(
-        size, socket.CMSG_SPACE(_DESCRIPTORS * 4), getattr(socket, "MSG_CMSG_CLOEXEC", 0)
-    )
-    descriptors = array.array("i")
-    for level, kind, body in extra:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            descriptors.frombytes(body[: len(body) - len(body) % descriptors.itemsize])
-    return data, list(descriptors)

@@ -2,13 +2,14 @@
 
 It keeps what `handoff` does not know: whose memory an item is, what each receiver has in hand, and who is told what.
 
+- *By reference*: an item some of whose memory is its sender's (CUDA, or shared memory that no descriptor goes with).
 - *In hand*: what was given to a receiver, until it asks for the next or closes. A sender whose item was by reference
-  keeps it until then, and lingers when it is closed.
+  keeps it until then, and lingers when it is closed; of other items the descriptors are kept here until then.
 - *Killed*: a line that ends without CLOSE. A sender's items by reference that are still queued are lost; those that
   were copied are delivered, as are all the others'. What a receiver had in hand is lost, or delivered again: from the
   broker's copy, or by asking its sender once more, since what was read of shared memory cannot be read twice.
 - *Ahead*: an end that comes back within `QUICK` seconds gets more at a time, receivers at most their share of the
-  queue, senders at most their share of half the room. So small items are not a round trip each, and at the pace of
+  queue, senders at most their share of the room. So small items are not a round trip each, and at the pace of
   training nobody holds anything that another one could have.
 """
 
@@ -17,9 +18,10 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from shardqueue.channel.handoff import END, FAILED, TAKEN, WAIT, Answer, End, Handoff
+from shardqueue.channel.handoff import END, FAILED, REFUSED, TAKEN, WAIT, Answer, End, Handoff
 from shardqueue.channel.report import ChannelReport, Side, State
 from shardqueue.channel.wire import (
+    ANSWER,
     BY_REFERENCE,
     DROPPED,
     RETURNED,
@@ -33,6 +35,8 @@ from shardqueue.channel.wire import (
 )
 from shardqueue.errors import SenderError
 
+Out = tuple[bytes, tuple[int, ...]]
+"""A frame, and the file descriptors that go with it."""
 QUICK = 0.001
 """Seconds of work an end may have ahead."""
 AHEAD = 64
@@ -49,7 +53,7 @@ class Port:
         is_attached: it is in use.
         is_over: a receiver was told the end; a sender may go, or is gone.
         is_told: a sender knows that nothing more is taken.
-        out: frames to write to its line.
+        out: frames to write to its line, with their file descriptors.
     """
 
     end: End
@@ -57,7 +61,7 @@ class Port:
     is_attached: bool = False
     is_over: bool = False
     is_told: bool = False
-    out: list[bytes] = field(default_factory=list)
+    out: list[Out] = field(default_factory=list)
     # a sender's
     waiting: Parcel | None = None
     accepted: int = 0
@@ -69,9 +73,16 @@ class Port:
     done: int = 0
     at: float = 0.0
 
-    def say(self, kind: Kind, number: int = 0, body: bytes = b"", flags: int = 0) -> None:
+    def say(
+        self,
+        kind: Kind,
+        number: int = 0,
+        body: bytes = b"",
+        flags: int = 0,
+        descriptors: tuple[int, ...] = (),
+    ) -> None:
         """Put a frame on its line."""
-        self.out.append(encode(kind, number, body, flags))
+        self.out.append((encode(kind, number, body, flags, len(descriptors)), descriptors))
 
 
 @dataclass(eq=False, slots=True)
@@ -82,6 +93,7 @@ class Parcel:
     number: int
     body: bytes
     by_reference: bool
+    descriptors: tuple[int, ...] = ()
     is_lost: bool = False
 
 
@@ -97,6 +109,7 @@ class Exchange:
         queue: the counted queue.
         ports: of all ends that were made.
         news: what happened that somebody should be warned of; drained by the caller.
+        free: file descriptors that nobody needs any more; drained by the caller, after what is in `out` was written.
     """
 
     def __init__(
@@ -105,6 +118,7 @@ class Exchange:
         self.queue: Handoff[Parcel] = Handoff(senders, receivers, capacity, now, name)
         self.ports: dict[End, Port] = {}
         self.news: list[str] = []
+        self.free: list[int] = []
         self._redeliver = redeliver
         self._again: dict[tuple[Port, int], Parcel] = {}
         self._failure = b""
@@ -156,7 +170,7 @@ class Exchange:
             self._ask(port, frame.number, now)
         elif frame.kind == Kind.WITHDRAW:
             if self.queue.withdraw(port.end, now):
-                port.waiting = None
+                self._forget_offer(port)
                 port.say(Kind.REFUSED)
         elif frame.kind == Kind.CLOSE:
             self._close(port, frame, now)
@@ -167,11 +181,14 @@ class Exchange:
     def _item(self, port: Port, frame: Frame, now: float) -> None:
         if frame.flags & RETURNED:
             parcel = self._again.pop((port, frame.number), None)
-            if parcel is not None:
-                parcel.body = frame.body
-                self._deliver_again([parcel], now)
+            if parcel is None:
+                self.free.extend(frame.descriptors)
+                return
+            self.free.extend(parcel.descriptors)
+            parcel.body, parcel.descriptors = frame.body, frame.descriptors
+            self._deliver_again([parcel], now)
             return
-        parcel = Parcel(port, frame.number, frame.body, bool(frame.flags & BY_REFERENCE))
+        parcel = Parcel(port, frame.number, frame.body, bool(frame.flags & BY_REFERENCE), frame.descriptors)
         was_promised = frame.number < port.limit
         self.queue.reserved -= was_promised
         answer = self.queue.offer(port.end, parcel, now)
@@ -184,6 +201,14 @@ class Exchange:
             # Sent on reserved room while the last receiver left, or another sender failed.
             port.accepted += 1
             self._lose(parcel)
+        else:
+            self.free.extend(parcel.descriptors)
+
+    def _forget_offer(self, port: Port) -> None:
+        """A sender's item that waits for room is not taken."""
+        if port.waiting is not None:
+            self.free.extend(port.waiting.descriptors)
+            port.waiting = None
 
     def _accepted(self, port: Port, parcel: Parcel, now: float) -> None:
         port.accepted = parcel.number + 1
@@ -205,7 +230,7 @@ class Exchange:
             return 0
         queue = self.queue
         free = queue.capacity - len(queue.queue) - queue.reserved
-        return max(0, min(AHEAD, free // (2 * max(1, queue.open[Side.SENDER]))))
+        return max(0, min(AHEAD, free // max(1, queue.open[Side.SENDER])))
 
     def _ask(self, port: Port, done: int, now: float) -> None:
         self._done(port, done)
@@ -225,17 +250,16 @@ class Exchange:
             parcel = self.queue.ask(port.end, now, wait=False)
             if isinstance(parcel, Answer):
                 break
-            self._give(port, parcel, now)
+            self._give(port, parcel, now, flags=0)
 
     def _measure(self, port: Port, frame: Frame) -> None:
         if frame.body:
             self.queue.measure(port.end, decode_seconds(frame.body))
 
-    def _give(self, port: Port, parcel: Parcel, now: float) -> None:
+    def _give(self, port: Port, parcel: Parcel, now: float, flags: int = ANSWER) -> None:
         port.at = now
-        port.say(
-            Kind.ITEM, port.done + len(port.given), parcel.body, BY_REFERENCE if parcel.by_reference else 0
-        )
+        flags |= BY_REFERENCE if parcel.by_reference else 0
+        port.say(Kind.ITEM, port.done + len(port.given), parcel.body, flags, parcel.descriptors)
         port.given.append(parcel)
         if self._redeliver:
             self.queue.held += 1
@@ -251,6 +275,7 @@ class Exchange:
 
     def _release(self, parcel: Parcel) -> None:
         """Nobody needs the memory of an item any more."""
+        self.free.extend(parcel.descriptors)
         source = parcel.source
         if parcel.by_reference and not source.is_over:
             source.outstanding -= 1
@@ -294,6 +319,7 @@ class Exchange:
 
     def _leave(self, port: Port, now: float, state: State, error: Exception | None = None) -> None:
         if port.end.side is Side.SENDER:
+            self._forget_offer(port)
             self.queue.reserved -= max(0, port.limit - port.accepted)
             port.limit = port.accepted
         self.queue.close(port.end, now, state, error)
@@ -341,14 +367,20 @@ class Exchange:
 
     def _lose_memory_of(self, port: Port, now: float) -> int:
         """The memory of a sender is gone; return how many queued items go with it."""
-        lost = self.queue.remove(lambda parcel: parcel.source is port and parcel.by_reference, now)
+        lost = self.queue.remove(lambda parcel: self._is_gone(parcel, port), now)
         pending = [key for key in self._again if key[0] is port]
         for key in pending:
-            del self._again[key]
+            self.free.extend(self._again.pop(key).descriptors)
         self.queue.held -= len(pending)
         self.queue.lost += len(pending)
         port.end.lost += lost + len(pending)
         return lost + len(pending)
+
+    def _is_gone(self, parcel: Parcel, source: Port) -> bool:
+        if parcel.source is not source or not parcel.by_reference:
+            return False
+        self.free.extend(parcel.descriptors)
+        return True
 
     def _receiver_hung_up(self, port: Port, now: float) -> None:
         in_hand = [parcel for parcel in port.given if not parcel.is_lost]
@@ -392,6 +424,8 @@ class Exchange:
         self.queue.give_back(parcels, now)
 
     def _lose(self, parcel: Parcel) -> None:
+        self.free.extend(parcel.descriptors)
+        parcel.descriptors = ()
         self.queue.lost += 1
         parcel.source.end.lost += 1
 
@@ -418,6 +452,8 @@ class Exchange:
             assert port.waiting is not None
             parcel, port.waiting = port.waiting, None
             self._accepted(port, parcel, now)
+        elif answer is REFUSED:
+            self._forget_offer(port)
         elif answer is END:
             port.is_over = True
             port.say(Kind.END)

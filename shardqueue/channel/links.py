@@ -9,6 +9,7 @@ from collections import deque
 from typing import Any
 
 from shardqueue.channel.wire import (
+    ANSWER,
     BY_REFERENCE,
     DROPPED,
     RETURNED,
@@ -43,13 +44,13 @@ class SenderLink:
         self.refusal = ""
         self.is_released = False
 
-    def item(self, item: object, body: bytes, is_by_reference: bool) -> bytes:
-        """Return the frame of the next item."""
+    def item(self, item: object, body: bytes, is_by_reference: bool, count: int = 0) -> bytes:
+        """Return the frame of the next item, with which `count` file descriptors go."""
         number = self.next
         self.next += 1
         if is_by_reference:
             self.kept[number] = item
-        return encode(Kind.ITEM, number, body, BY_REFERENCE if is_by_reference else 0)
+        return encode(Kind.ITEM, number, body, BY_REFERENCE if is_by_reference else 0, count)
 
     @property
     def is_taken(self) -> bool:
@@ -69,9 +70,9 @@ class SenderLink:
         self.kept.pop(self.next, None)
         return False
 
-    def repeated(self, number: int, body: bytes) -> bytes:
+    def repeated(self, number: int, body: bytes, count: int = 0) -> bytes:
         """Return the answer to AGAIN."""
-        return encode(Kind.ITEM, number, body, BY_REFERENCE | RETURNED)
+        return encode(Kind.ITEM, number, body, BY_REFERENCE | RETURNED, count)
 
     def told(self, frame: Frame) -> None:
         """Take in what the broker says."""
@@ -135,7 +136,7 @@ class ReceiverLink:
         match frame.kind:
             case Kind.ITEM:
                 self.ready.append(frame)
-                self.is_asked = False
+                self.is_asked = self.is_asked and not frame.flags & ANSWER
             case Kind.END:
                 self.over = frame.body
                 self.is_asked = False

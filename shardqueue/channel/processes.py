@@ -33,6 +33,7 @@ from shardqueue.channel.wire import (
     encode,
     load_error,
     loads,
+    receive,
 )
 from shardqueue.errors import (
     BrokerGoneError,
@@ -46,7 +47,7 @@ from shardqueue.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 T = TypeVar("T")
 HELLO = struct.Struct("<I")
@@ -81,13 +82,12 @@ class _Line:
             ticket.close()
         return cls(here)
 
-    def write(self, data: bytes, descriptor: int | None = None) -> None:
-        """Write a frame; with it may go a file descriptor."""
+    def write(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
+        """Write a frame; with it may go file descriptors."""
         try:
-            if descriptor is not None:
+            if descriptors:
                 self._rest()
-                sent = socket.send_fds(self._socket, [data], [descriptor])
-                self._unsent = data[sent:]
+                self._unsent = data[socket.send_fds(self._socket, [data], descriptors) :]
             elif self._unsent:
                 self._unsent += data
             else:
@@ -114,25 +114,25 @@ class _Line:
                 return None
             self._socket.settimeout(min(left, _LONGEST))
         try:
-            data = self._socket.recv(_CHUNK)
+            data, descriptors = receive(self._socket, _CHUNK)
         except TimeoutError:
             return []
         except ConnectionError:
-            data = b""
+            data, descriptors = b"", []
         finally:
             if deadline is not None:
                 self._socket.settimeout(None)
         if not data:
             raise BrokerGoneError(_GONE)
-        return list(self._frames.feed(data))
+        return list(self._frames.feed(data, descriptors))
 
     def poll(self) -> list[Frame]:
         """Return the frames that have come."""
         try:
-            data = self._socket.recv(_CHUNK, socket.MSG_DONTWAIT)
+            data, descriptors = receive(self._socket, _CHUNK, socket.MSG_DONTWAIT)
         except OSError:
             return []
-        return list(self._frames.feed(data))
+        return list(self._frames.feed(data, descriptors))
 
     def close(self) -> None:
         """Hang up; what was written arrives."""
@@ -164,7 +164,8 @@ class _Seat:
         numbers, link.again = link.again, []
         for number in numbers:
             if number in link.kept:
-                self.line.write(link.repeated(number, dumps(link.kept[number])[0]))
+                packed = dumps(link.kept[number])
+                self.line.write(link.repeated(number, packed.body))
 
     def drop(self) -> None:
         """Nobody closed the end; the memory of what it sent is kept until the process ends."""
@@ -220,6 +221,7 @@ class _ProcessEnd:
     Args:
         name: of the end.
         ticket: with which a line is opened.
+        room: file descriptors that may go with an item.
         tell: called with the process that is being started when the end is among its arguments; None where the
             broker is not in this process.
     """
@@ -231,11 +233,13 @@ class _ProcessEnd:
         name: str,
         ticket: socket.socket,
         link: SenderLink | ReceiverLink,
+        room: int,
         tell: Callable[[Any], None] | None,
     ) -> None:
         self.name = name
         self._ticket: socket.socket | None = ticket
         self._tell = tell
+        self._room = room
         self._seat = _Seat(link)
         self._why = ""
         self._mutex = threading.Lock()
@@ -280,7 +284,7 @@ class _ProcessEnd:
             )
         if self._tell is not None:
             self._tell(popen)
-        return _arrived, (type(self), self.name, DupFd(self._ticket.fileno()))
+        return _arrived, (type(self), self.name, self._room, DupFd(self._ticket.fileno()))
 
     def _open(self) -> None:
         assert self._ticket is not None
@@ -315,6 +319,9 @@ class _ProcessEnd:
 
     def _hang_up(self) -> None:
         self._seat.is_closed = True
+        if isinstance(self._seat.link, ReceiverLink):
+            for frame in self._seat.link.ready:  # they are another receiver's now
+                _close_all(frame.descriptors)
         if self._drops is not None:
             self._drops.cancel()
         if self._seat.line is not None:
@@ -340,7 +347,7 @@ class _ProcessEnd:
             line = self._use()
             with forks.making:
                 here, there = socket.socketpair()
-            line.write(encode(Kind.CLONE), there.fileno())
+            line.write(encode(Kind.CLONE, count=1), [there.fileno()])
             there.close()
             return here
 
@@ -349,12 +356,19 @@ class _ProcessEnd:
             self._ticket.close()  # type: ignore[union-attr]
 
 
-def _arrived(kind: Callable[[str, socket.socket], _ProcessEnd], name: str, ticket: Any) -> _ProcessEnd:
+def _arrived(
+    kind: Callable[[str, socket.socket, int], _ProcessEnd], name: str, room: int, ticket: Any
+) -> _ProcessEnd:
     """An end in the process it was passed to."""
     with forks.making:
-        end = kind(name, socket.socket(fileno=ticket.detach()))
+        end = kind(name, socket.socket(fileno=ticket.detach()), room)
     end.passed()
     return end
+
+
+def _close_all(descriptors: tuple[int, ...]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def _deadline(timeout: float | None) -> float | None:
@@ -364,23 +378,23 @@ def _deadline(timeout: float | None) -> float | None:
 class ProcessSender(_ProcessEnd, Sender[T]):
     """A sending end of a channel between processes."""
 
-    def __init__(self, name: str, ticket: socket.socket, tell: Callable[[Any], None] | None = None) -> None:
+    def __init__(
+        self, name: str, ticket: socket.socket, room: int, tell: Callable[[Any], None] | None = None
+    ) -> None:
         self._link = SenderLink()
         self._is_waiting = False
-        super().__init__(name, ticket, self._link, tell)
+        super().__init__(name, ticket, self._link, room, tell)
 
     def send(self, item: T, timeout: float | None = None) -> None:
         """See `Sender.send`."""
         deadline = _deadline(timeout)
         with self._mutex:
             line, link = self._use(), self._link
-            body, is_by_reference = dumps(item)
-            if len(body) > MAX_BODY:
+            packed = dumps(item, self._room)
+            if len(packed.body) > MAX_BODY:
+                size = f"{len(packed.body)} bytes pickled"
                 raise InvalidInputError(
-                    "item",
-                    f"{len(body)} bytes pickled",
-                    f"at most {MAX_BODY}",
-                    "send it in parts, or as a tensor",
+                    "item", size, f"at most {MAX_BODY}", "send it in parts, or as a tensor"
                 )
             if self._is_waiting:
                 self._take_back(line)
@@ -388,7 +402,8 @@ class ProcessSender(_ProcessEnd, Sender[T]):
                 self._seat.take_in(line.poll())
             if link.gone is not None:
                 raise self._refused()
-            line.write(link.item(item, body, is_by_reference))
+            frame = link.item(item, packed.body, packed.is_by_reference, len(packed.descriptors))
+            line.write(frame, packed.descriptors)
             if not link.is_taken:
                 self._wait(line, deadline, timeout)
 
@@ -432,7 +447,7 @@ class ProcessSender(_ProcessEnd, Sender[T]):
 
     def clone(self) -> ProcessSender[T]:
         """See `Sender.clone`."""
-        return ProcessSender(f"a clone of {self.name}", self._clone())
+        return ProcessSender(f"a clone of {self.name}", self._clone(), self._room)
 
     def close(self, error: BaseException | None = None) -> None:
         """See `Sender.close`."""
@@ -455,9 +470,11 @@ class ProcessSender(_ProcessEnd, Sender[T]):
 class ProcessReceiver(_ProcessEnd, Receiver[T]):
     """A receiving end of a channel between processes."""
 
-    def __init__(self, name: str, ticket: socket.socket, tell: Callable[[Any], None] | None = None) -> None:
+    def __init__(
+        self, name: str, ticket: socket.socket, room: int, tell: Callable[[Any], None] | None = None
+    ) -> None:
         self._link = ReceiverLink()
-        super().__init__(name, ticket, self._link, tell)
+        super().__init__(name, ticket, self._link, room, tell)
 
     def receive(self, timeout: float | None = None) -> T:
         """See `Receiver.receive`."""
@@ -478,7 +495,7 @@ class ProcessReceiver(_ProcessEnd, Receiver[T]):
                 raise self._over(link.over or b"")
             frame = link.take()
             try:
-                return loads(frame.body)
+                return loads(frame.body, frame.descriptors)
             except Exception as error:
                 line.write(encode(Kind.UNREADABLE, frame.number))
                 if not (frame.flags & BY_REFERENCE and isinstance(error, _DEAD_SENDER)):
@@ -504,7 +521,7 @@ class ProcessReceiver(_ProcessEnd, Receiver[T]):
 
     def clone(self) -> ProcessReceiver[T]:
         """See `Receiver.clone`."""
-        return ProcessReceiver(f"a clone of {self.name}", self._clone())
+        return ProcessReceiver(f"a clone of {self.name}", self._clone(), self._room)
 
     def close(self) -> None:
         """See `Receiver.close`."""

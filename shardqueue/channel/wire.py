@@ -1,16 +1,25 @@
 """The frames between the ends of a channel and its broker, and how items become bytes.
 
-A frame is a head and a body. The head is its length, a kind, flags and a number; what the number and the body mean
-stands beside the kind. Each line is a stream between one end and the broker, read and written by nobody else.
+A frame is a head and a body. The head is its length, a kind, flags, a count and a number; what the number and the
+body mean stands beside the kind. The count is of file descriptors that travel with the frame, beside the stream: the
+shared memory of tensors, which needs nobody to keep it alive then. Each line is a stream between one end and the
+broker, read and written by nobody else.
 """
 
 from __future__ import annotations
 
+import array
+import errno
 import io
+import os
 import pickle
+import socket
 import struct
+import threading
 import traceback
+from collections import deque
 from enum import IntEnum
+from multiprocessing.context import set_spawning_popen
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,9 +27,9 @@ from shardqueue.channel.forwarding import raised_by
 from shardqueue.errors import SenderError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
-HEAD = struct.Struct("<IBBxxQ")
+HEAD = struct.Struct("<IBBBxQ")
 MAX_BODY = (1 << 32) - 1
 """Bytes an item may have on the wire; tensors travel beside it."""
 
@@ -75,11 +84,12 @@ class Frame(NamedTuple):
     flags: int
     number: int
     body: bytes
+    descriptors: tuple[int, ...] = ()
 
 
-def encode(kind: Kind, number: int = 0, body: bytes = b"", flags: int = 0) -> bytes:
-    """Return a frame as bytes."""
-    return HEAD.pack(len(body), kind, flags, number) + body
+def encode(kind: Kind, number: int = 0, body: bytes = b"", flags: int = 0, count: int = 0) -> bytes:
+    """Return a frame as bytes; `count` file descriptors are to travel with it."""
+    return HEAD.pack(len(body), kind, flags, count, number) + body
 
 
 def encode_numbers(numbers: list[int]) -> bytes:
@@ -92,6 +102,8 @@ def decode_numbers(body: bytes) -> list[int]:
     return [number for (number,) in _NUMBERS.iter_unpack(body)]
 
 
+ANSWER = 8
+"""Flag of an item: the answer to ASK; further items may follow it."""
 _SECONDS = struct.Struct("<d")
 
 
@@ -107,57 +119,173 @@ def decode_seconds(body: bytes) -> float:
 
 
 class Frames:
-    """Bytes as they come, cut into frames."""
+    """Bytes and file descriptors as they come, cut into frames."""
 
-    __slots__ = ("_buffer", "_wanted")
+    __slots__ = ("_buffer", "_descriptors")
 
     def __init__(self) -> None:
         self._buffer = bytearray()
-        self._wanted = HEAD.size
+        self._descriptors: deque[int] = deque()
 
-    def feed(self, data: bytes) -> Iterator[Frame]:
+    def feed(self, data: bytes, descriptors: Iterable[int] = ()) -> Iterator[Frame]:
         """Give the frames that are complete with these bytes."""
         buffer = self._buffer
         buffer += data
+        self._descriptors.extend(descriptors)
         at, end, size = 0, len(buffer), HEAD.size
         while end - at >= size:
-            length, kind, flags, number = HEAD.unpack_from(buffer, at)
+            length, kind, flags, count, number = HEAD.unpack_from(buffer, at)
             if end - at < size + length:
                 break
-            yield Frame(kind, flags, number, bytes(buffer[at + size : at + size + length]))
+            with_it = tuple(self._descriptors.popleft() for _ in range(count)) if count else ()
+            yield Frame(kind, flags, number, bytes(buffer[at + size : at + size + length]), with_it)
             at += size + length
         del buffer[:at]
 
+    def rest(self) -> list[int]:
+        """Return the descriptors that came and whose frame did not."""
+        rest = list(self._descriptors)
+        self._descriptors.clear()
+        return rest
 
+
+def receive(sock: socket.socket, size: int, flags: int = 0) -> tuple[bytes, list[int]]:
+    """Return what comes over a socket: bytes, and file descriptors.
+
+    Raises:
+        OSError: the process has too many files open to take the descriptors, or the socket failed.
+    """
+    space = socket.CMSG_SPACE(_AT_ONCE * 4)
+    data, extra, came, _ = sock.recvmsg(size, space, flags | getattr(socket, "MSG_CMSG_CLOEXEC", 0))
+    descriptors = array.array("i")
+    for level, kind, body in extra:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            descriptors.frombytes(body[: len(body) - len(body) % descriptors.itemsize])
+    if came & socket.MSG_CTRUNC:
+        raise OSError(
+            errno.EMFILE,
+            "a tensor's memory could not be received: this process has too many files open; raise the limit "
+            "(ulimit -n), hold fewer tensors, or call torch.multiprocessing.set_sharing_strategy('file_system')",
+        )
+    return data, list(descriptors)
+
+
+_AT_ONCE = 256
+"""File descriptors that one message may bring; the kernel sends 253 at most."""
 _PLAIN = (int, float, str, bytes, bool, type(None))
 """Types that need no reducer of anybody's."""
 
 
-class _Pickler(ForkingPickler):
-    """Pickles as `torch.multiprocessing` does, and notices what leaves memory behind in this process."""
+class _Place:
+    """A file descriptor in a pickled item: which of those that travel with it."""
 
-    by_reference = False
-    _reducers: frozenset[type] = frozenset()
+    def __init__(self, place: int) -> None:
+        self.place = place
+
+    def detach(self) -> int:
+        """Return the descriptor, which is now the caller's."""
+        descriptor: int = _arriving.descriptors.pop(self.place)
+        return descriptor
+
+
+class _Collector:
+    """Takes file descriptors from reducers, as a process does that is being started."""
+
+    DupFd = _Place
+
+    def __init__(self) -> None:
+        self.descriptors: list[int] = []
+
+    def duplicate_for_child(self, descriptor: int) -> int:
+        """Return the place of a descriptor."""
+        self.descriptors.append(descriptor)
+        return len(self.descriptors) - 1
+
+
+_arriving = threading.local()
+
+
+class _Pickler(ForkingPickler):
+    """Pickles as `torch.multiprocessing` does, but for shared memory that a file descriptor stands for.
+
+    Torch's reducer hands the descriptor to a thread of this process that waits for the receiver to fetch it. Here it
+    goes to the collector instead, and travels with the item.
+    """
+
+    def __init__(self, file: io.BytesIO, room: int) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self._room = room
+        self._collector = _Collector()
+        self.by_reference = False
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        return tuple(self._collector.descriptors)
 
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) in self._extra_reducers:  # type: ignore[attr-defined]
+        reducer = self._extra_reducers.get(type(obj))  # type: ignore[attr-defined]
+        if reducer is None:
+            return NotImplemented
+        if not type(obj).__module__.startswith("torch"):
             self.by_reference = True
-        return NotImplemented
+            return NotImplemented
+        before = len(self._collector.descriptors)
+        if before < self._room:
+            set_spawning_popen(self._collector)
+            try:
+                reduced = reducer(obj)
+            finally:
+                set_spawning_popen(None)
+        else:
+            reduced = reducer(obj)
+        is_storage = type(obj).__name__ == "UntypedStorage"
+        if len(self._collector.descriptors) == before and (is_storage or _is_on_device(obj)):
+            self.by_reference = True
+        return reduced
 
 
-def dumps(item: object) -> tuple[bytes, bool]:
-    """Return an item as bytes, and whether its memory stays this process's."""
+def _is_on_device(obj: Any) -> bool:
+    """Whether it is a tensor whose memory is not the host's."""
+    import torch
+
+    return isinstance(obj, torch.Tensor) and obj.device.type != "cpu"
+
+
+class Packed(NamedTuple):
+    """An item as it travels.
+
+    Attributes:
+        body: pickled.
+        is_by_reference: some of its memory stays its sender's.
+        descriptors: of shared memory that goes with it; the item's own, so it must live until they are sent.
+    """
+
+    body: bytes
+    is_by_reference: bool
+    descriptors: tuple[int, ...]
+
+
+def dumps(item: object, room: int = 0) -> Packed:
+    """Return an item as it travels, with `room` file descriptors at most."""
     if type(item) in _PLAIN:
-        return pickle.dumps(item, pickle.HIGHEST_PROTOCOL), False
+        return Packed(pickle.dumps(item, pickle.HIGHEST_PROTOCOL), False, ())
     buffer = io.BytesIO()
-    pickler = _Pickler(buffer, pickle.HIGHEST_PROTOCOL)
+    pickler = _Pickler(buffer, room)
     pickler.dump(item)
-    return buffer.getvalue(), pickler.by_reference
+    return Packed(buffer.getvalue(), pickler.by_reference, pickler.descriptors)
 
 
-def loads(body: bytes) -> Any:
-    """Return the item; a tensor's memory is fetched from its sender."""
-    return pickle.loads(body)
+def loads(body: bytes, descriptors: tuple[int, ...] = ()) -> Any:
+    """Return the item; the descriptors are used up, whatever happens."""
+    if not descriptors:
+        return pickle.loads(body)
+    _arriving.descriptors = dict(enumerate(descriptors))
+    try:
+        return pickle.loads(body)
+    finally:
+        for unused in _arriving.descriptors.values():
+            os.close(unused)
+        _arriving.descriptors = {}
 
 
 class _Remote(Exception):  # noqa: N818 - shown as the cause of an error, never raised by itself
