@@ -18,6 +18,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pytest
 
 from shardqueue import Channel
+from shardqueue.channel.handoff import Handoff
+from shardqueue.channel.threads import Hub
+from shardqueue.channel.watch import Watch
 from shardqueue.errors import (
     ChannelEmptyError,
     ChannelEndedError,
@@ -512,6 +515,49 @@ def test_an_interrupted_receive_loses_nothing(context: BaseContext | None) -> No
         send_all(channel.sender(), [1, 2])
         got = [receiver.receive(), other.receive()]
         assert sorted(got) == [1, 2]
+
+
+class Bell:
+    """A lock that is rung, and then interrupted, just as somebody waits for it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.before: Callable[[], None] | None = None
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        if self.before is not None and self._lock.locked():
+            ring, self.before = self.before, None
+            ring()
+            raise Alarm
+        return self._lock.acquire(blocking, timeout)
+
+    def release(self) -> None:
+        self._lock.release()
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def test_an_item_that_comes_in_the_moment_of_an_interruption_goes_back() -> None:
+    bells: list[Bell] = []
+
+    def make() -> Bell:
+        bells.append(Bell())
+        return bells[-1]
+
+    hub: Hub[int] = Hub(Handoff(1, 2, 1, 0.0), Watch(None, 1.0), locks=make)
+    sender, receiver, other = hub.sender(), hub.receiver(), hub.receiver()
+    assert sender is not None and receiver is not None and other is not None
+    bells[2].before = lambda: sender.send(1)
+    with sender, receiver, other:
+        with pytest.raises(Alarm):
+            receiver.receive()
+        assert other.receive(timeout=0) == 1
+        sender.close()
+        assert hub.report().received == 1
 
 
 def test_an_interrupted_send_is_taken_back_and_the_end_goes_on(context: BaseContext | None) -> None:

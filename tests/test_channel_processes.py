@@ -354,9 +354,10 @@ def test_an_error_arrives_with_its_traceback(context: BaseContext, crew: Crew) -
     crew.join()
 
 
-def produce_tensors(pipe: Connection, sender: Sender[Any], first: int, count: int) -> None:
+def produce_tensors(pipe: Connection, sender: Sender[Any], first: int, count: int, strategy: str) -> None:
     import torch
 
+    torch.multiprocessing.set_sharing_strategy(strategy)  # type: ignore[no-untyped-call]
     with sender:
         for number in range(first, first + count):
             sender.send({"number": number, "hidden": torch.full((1000,), number)})
@@ -380,10 +381,20 @@ def consume_tensors(pipe: Connection, receiver: Receiver[Any]) -> None:
         pipe.send("end")
 
 
-def test_tensors_travel_in_shared_memory_and_their_sender_lingers(context: BaseContext, crew: Crew) -> None:
-    channel: Channel[Any] = Channel(2, 2, 4, context=context)
+@pytest.mark.parametrize(
+    ("method", "strategy", "capacity"),
+    [
+        ("fork", "file_descriptor", 4),
+        ("fork", "file_descriptor", 129),  # too many for descriptors: their sender lingers
+        ("fork", "file_system", 4),  # names: their sender lingers
+        ("spawn", "file_descriptor", 4),
+    ],
+)
+def test_tensors_travel_in_shared_memory(crew: Crew, method: str, strategy: str, capacity: int) -> None:
+    context = multiprocessing.get_context(method)
+    channel: Channel[Any] = Channel(2, 2, capacity, context=context)
     for number in range(2):
-        crew.start(context, produce_tensors, channel.sender(), number * 100, 20)
+        crew.start(context, produce_tensors, channel.sender(), number * 100, 20, strategy)
     pipes = [crew.start(context, consume_tensors, channel.receiver()) for _ in range(2)]
     got = [said(pipe) for pipe in pipes]
     assert crew.join() == [0] * 4
@@ -421,10 +432,12 @@ def send_then_die(pipe: Connection, sender: Sender[Any], strategy: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("strategy", ["file_descriptor", "file_system"])
-def test_a_killed_senders_memory_is_lost_and_all_else_arrives(
-    context: BaseContext, crew: Crew, strategy: str
-) -> None:
+@pytest.mark.parametrize(
+    ("method", "strategy"),
+    [("fork", "file_descriptor"), ("fork", "file_system"), ("spawn", "file_descriptor")],
+)
+def test_a_killed_senders_memory_is_lost_and_all_else_arrives(crew: Crew, method: str, strategy: str) -> None:
+    context = multiprocessing.get_context(method)
     lost = 2 if strategy == "file_system" else 0  # a descriptor travels with its item, a name does not
     channel: Channel[Any] = Channel(2, 1, 16, context=context)
     with (
