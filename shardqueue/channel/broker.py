@@ -16,6 +16,7 @@ import contextlib
 import errno
 import logging
 import os
+import resource
 import selectors
 import socket
 import threading
@@ -42,7 +43,8 @@ T = TypeVar("T")
 _log = logging.getLogger("shardqueue")
 _CHUNK = 1 << 18
 _DESCRIPTORS = 128
-"""File descriptors the items of a full queue may hold open in this process, besides those in receivers' hands."""
+"""File descriptors the items of a full queue may hold open in this process, besides those in receivers' hands; an
+eighth of what it may open, where that is less."""
 _LOOK = 0.005
 """Seconds between two looks at a process that is just being started; nothing else is ever looked at twice."""
 _LOOKS = 12_000
@@ -144,15 +146,14 @@ class Broker:
         return cast("ProcessReceiver[Any] | None", self._take(Side.RECEIVER))
 
     def _take(self, side: Side) -> ProcessSender[Any] | ProcessReceiver[Any] | None:
-        with self._mutex:
+        with forks.making, self._mutex:
             port = self._exchange.take(side)
-        if port is None:
-            return None
-        with forks.making:
+            if port is None:
+                return None
             here, there = socket.socketpair()
-            self.later(lambda _: self._sell(port, here))
+            self._sell(port, here)
             kind = ProcessSender if side is Side.SENDER else ProcessReceiver
-            room = _DESCRIPTORS // self.queue.capacity
+            room = _descriptors() // self.queue.capacity
             return kind(port.end.name, there, room, partial(_pass, weakref.ref(self), port))
 
     def later(self, action: Callable[[float], object]) -> None:
@@ -163,7 +164,6 @@ class Broker:
 
     def expect(self, child: int) -> None:
         """See `forks.Making`."""
-        self._forks += 1
         self.later(lambda _: self._await(child))
 
     def forgo(self, error: Exception | None = None) -> dict[Side, int]:
@@ -200,7 +200,7 @@ class Broker:
         """Do what there is to do; return whether there may be more."""
         wait = 0.0 if self._is_in_doubt else _LOOK if self._launches else None
         events = self._selector.select(wait)
-        with self._mutex:
+        with forks.making, self._mutex:
             now = time.monotonic()
             for key, mask in events:
                 key.data(mask, now)
@@ -227,6 +227,7 @@ class Broker:
             self._awake.recv(4096)
 
     def _await(self, child: int) -> None:
+        self._forks += 1
         self._selector.register(child, selectors.EVENT_READ, partial(self._on_forked, child))
 
     def _on_forked(self, child: int, _mask: int, _now: float) -> None:
@@ -239,11 +240,14 @@ class Broker:
     # tickets
 
     def _sell(self, port: Port, here: socket.socket) -> None:
-        """A new end: watch its ticket."""
+        """A new end: watch its ticket. Sockets are in the list before any fork, so that each child closes them."""
         here.setblocking(False)
-        ticket = _Ticket(port, here)
-        self._tickets[port] = ticket
-        self._selector.register(here, selectors.EVENT_READ, partial(self._on_ticket, ticket))
+        self._tickets[port] = _Ticket(port, here)
+        self.later(lambda _: self._watch_ticket(self._tickets[port]))
+
+    def _watch_ticket(self, ticket: _Ticket) -> None:
+        if ticket.socket is not None:
+            self._selector.register(ticket.socket, selectors.EVENT_READ, partial(self._on_ticket, ticket))
 
     def _on_ticket(self, ticket: _Ticket, _mask: int, _now: float) -> None:
         assert ticket.socket is not None
@@ -252,9 +256,7 @@ class Broker:
         except BlockingIOError:
             return
         if data:
-            with forks.making:
-                line = _Line(ticket, HELLO.unpack(data)[0], socket.socket(fileno=descriptors[0]))
-            self._open(line)
+            self._open(_Line(ticket, HELLO.unpack(data)[0], socket.socket(fileno=descriptors[0])))
             return
         self._selector.unregister(ticket.socket)
         ticket.socket.close()
@@ -360,7 +362,9 @@ class Broker:
     def _on_line(self, line: _Line, mask: int, now: float) -> None:
         if mask & selectors.EVENT_WRITE:
             self._write(line)
-        if mask & selectors.EVENT_READ:
+        if (
+            mask & selectors.EVENT_READ and line.socket.fileno() >= 0
+        ):  # it may have been revoked this very turn
             self._read(line, now)
 
     def _read(self, line: _Line, now: float) -> None:
@@ -370,7 +374,7 @@ class Broker:
             return
         except OSError as error:
             if error.errno == errno.EMFILE:
-                raise
+                self._exchange.news.append(f"{line.ticket.port.end.name}: {error.strerror}")
             data, descriptors = b"", []
         if not data:
             self._hang_up(line, now)
@@ -394,8 +398,7 @@ class Broker:
                 self._revoke(other)
             self._is_stirred = True
         if frame.kind == Kind.CLONE:
-            with forks.making:
-                here = socket.socket(fileno=frame.descriptors[0])
+            here = socket.socket(fileno=frame.descriptors[0])
             port = self._exchange.clone(ticket.port)
             if port is None:
                 here.close()
@@ -486,6 +489,11 @@ def _merged(out: list[Out]) -> list[Out]:
             together.append(data)
     merged.append((b"".join(together), ()))
     return [entry for entry in merged if entry[0]]
+
+
+def _descriptors() -> int:
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _DESCRIPTORS if allowed == resource.RLIM_INFINITY else min(_DESCRIPTORS, allowed // 8)
 
 
 def _nothing(_: float) -> None:

@@ -45,7 +45,7 @@ class Making(Inherited, Protocol):
     """What made ends, and follows where they go."""
 
     def expect(self, child: int) -> None:
-        """A child was forked; this descriptor, now the callee's, is at its end when the child has its ends."""
+        """A child is being forked; this descriptor, now the callee's, is at its end when it has its ends."""
         ...
 
 
@@ -66,7 +66,7 @@ class _Fork:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._pipe: tuple[int, int] | None = None
+        self._theirs: int | None = None
 
     def __enter__(self) -> None:
         self._lock.acquire()
@@ -75,30 +75,31 @@ class _Fork:
         self._lock.release()
 
     def before(self) -> None:
+        """Tell the brokers, before anything can come from the child."""
         self._lock.acquire()
-        self._pipe = os.pipe() if brokers else None
+        self._theirs = None
+        if brokers:
+            ours, self._theirs = os.pipe()
+            for broker in list(brokers):
+                broker.expect(os.dup(ours))
+            os.close(ours)
 
     def in_parent(self) -> None:
-        if self._pipe is not None:
-            here, there = self._pipe
-            os.close(there)
-            for broker in list(brokers):
-                broker.expect(os.dup(here))
-            os.close(here)
+        """The other side of the pipe is the child's alone."""
+        self.is_over()
         self._lock.release()
 
     def in_child(self) -> None:
+        """Close what is the parent's."""
         self._lock = threading.RLock()
-        if self._pipe is not None:
-            os.close(self._pipe[0])
         for thing in (*brokers, *ends, *hubs):
             thing.forked()
 
     def is_over(self) -> None:
-        """The child has its ends."""
-        if self._pipe is not None:
-            os.close(self._pipe[1])
-            self._pipe = None
+        """Let go of this process's copy of the pipe's other side: in the child, it has its ends."""
+        if self._theirs is not None:
+            os.close(self._theirs)
+            self._theirs = None
 
 
 making = _Fork()

@@ -65,7 +65,7 @@ class _Line:
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._frames = Frames()
-        self._unsent = b""
+        self._unsent: bytes | memoryview = b""
 
     @classmethod
     def open(cls, ticket: socket.socket) -> _Line:
@@ -87,11 +87,11 @@ class _Line:
         try:
             if descriptors:
                 self._rest()
-                self._unsent = data[socket.send_fds(self._socket, [data], descriptors) :]
+                self._unsent = memoryview(data)[socket.send_fds(self._socket, [data], descriptors) :]
             elif self._unsent:
-                self._unsent += data
+                self._unsent = bytes(self._unsent) + data
             else:
-                self._unsent = data[self._socket.send(data) :]
+                self._unsent = memoryview(data)[self._socket.send(data) :]
             if self._unsent:
                 self._rest()
         except (BrokenPipeError, ConnectionResetError):
@@ -331,7 +331,7 @@ class _ProcessEnd:
         """Take in what comes next; return False when the time is over."""
         try:
             frames = line.read(deadline)
-        except BrokerGoneError:
+        except OSError:
             self._hang_up()
             raise
         if frames is None:
