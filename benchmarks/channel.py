@@ -17,7 +17,6 @@ and fails only with `--strict`.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import queue
 import sys
@@ -32,7 +31,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.multiprocessing
 
-from benchmarks.report import Report, Row
+from benchmarks.report import Report, Row, options
 from shardqueue.channel import Channel
 from shardqueue.pipeline import Outcome, Pipeline, noisy, round_robin, through_channel
 
@@ -530,14 +529,12 @@ CASES = ("virtual", "threads", "processes", "tensors", "idle")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.channel",
-        description="The hand-off channel, beside round robin and the queues it replaces.",
-    )
-    parser.add_argument("--quick", action="store_true", help="fewer items, fewer repetitions")
-    parser.add_argument("--strict", action="store_true", help="exit with 1 when a reach is missed")
-    parser.add_argument("--only", choices=CASES, action="append", help="these cases (may be repeated)")
-    given = parser.parse_args(arguments)
+    given = options(
+        "channel",
+        "The hand-off channel, beside round robin and the queues it replaces.",
+        "fewer items, fewer repetitions",
+        CASES,
+    ).parse_args(arguments)
     report = Report("channel")
     bench = Bench(report, given.quick)
     for name in given.only or CASES:

@@ -19,7 +19,6 @@ marked, and fails only with `--strict`.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import logging
 import multiprocessing
@@ -42,7 +41,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from benchmarks.makespan import PATIENCE, RATIO, Case, Run, Stay, gather, in_virtual_time, load, train
-from benchmarks.report import Report, Row
+from benchmarks.report import Report, Row, options
 from shardqueue import Session, SharedQueueDataset, unit_grid, unit_ranges
 from shardqueue.mailbox.faults import Delayed, Wrapper
 from shardqueue.mailbox.files import FileMailbox
@@ -566,14 +565,12 @@ CASES = ("overhead", "shuffled", "billion_rows", "many_units", "through_workers"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.loader",
-        description="The shared queue in a DataLoader, beside a plain one.",
-    )
-    parser.add_argument("--quick", action="store_true", help="smaller plans, fewer repetitions")
-    parser.add_argument("--strict", action="store_true", help="exit with 1 when a reach is missed")
-    parser.add_argument("--only", choices=CASES, action="append", help="these cases (may be repeated)")
-    given = parser.parse_args(arguments)
+    given = options(
+        "loader",
+        "The shared queue in a DataLoader, beside a plain one.",
+        "smaller plans, fewer repetitions",
+        CASES,
+    ).parse_args(arguments)
     # A loop without a session, and one that ends after a taste, are what is measured here.
     logging.getLogger("shardqueue").setLevel(logging.ERROR)
     report = Report("loader")

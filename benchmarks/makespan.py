@@ -14,7 +14,6 @@ exit code is 1. A missed reach alone is marked, and fails only with `--strict`.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import threading
@@ -27,7 +26,7 @@ from multiprocessing import get_context
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.report import Report, Row
+from benchmarks.report import Report, Row, options
 from shardqueue import shared_queue, unit_grid
 from shardqueue.mailbox.faults import Counted, Delayed
 from shardqueue.mailbox.files import FileMailbox
@@ -384,13 +383,9 @@ CASES = (
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.makespan", description="Makespan over the limit."
-    )
-    parser.add_argument("--quick", action="store_true", help="one run a case, and none of the long ones")
-    parser.add_argument("--strict", action="store_true", help="exit with 1 when a reach is missed")
-    parser.add_argument("--only", choices=CASES, action="append", help="these cases (may be repeated)")
-    given = parser.parse_args(arguments)
+    given = options(
+        "makespan", "Makespan over the limit.", "one run a case, and none of the long ones", CASES
+    ).parse_args(arguments)
     report = Report("makespan")
     makespan = Makespan(report, given.quick)
     for name in given.only or CASES:

@@ -7,9 +7,24 @@ promise about the data (a batch trained twice or never) is `wrong`, and always f
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def options(name: str, description: str, quick: str, cases: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """Return a parser with what every benchmark takes: `--quick`, `--strict`, and `--only` where it has cases."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
+    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--strict", action="store_true", help="exit with 1 when a reach is missed")
+    if cases:
+        parser.add_argument("--only", choices=cases, action="append", help="these cases (may be repeated)")
+    return parser
 
 
 @dataclass(frozen=True, slots=True)

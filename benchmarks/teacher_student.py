@@ -26,7 +26,6 @@ Each form checks by value, where items are trained, that every item was trained 
 
 from __future__ import annotations
 
-import argparse
 import copy
 import sys
 import tempfile
@@ -42,7 +41,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.report import Report, Row
+from benchmarks.report import Report, Row, options
 from shardqueue import Channel, shared_queue, unit_grid
 from shardqueue.demo.model import ByteModel
 from shardqueue.demo.text import loader, read_corpus, rows_of
@@ -418,12 +417,11 @@ def measure(report: Report, work: Work, context: SpawnContext | None) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.teacher_student",
-        description="Five teachers and three students: round robin, and one channel.",
+    parser = options(
+        "teacher_student",
+        "Five teachers and three students: round robin, and one channel.",
+        "240 items instead of 1,500",
     )
-    parser.add_argument("--quick", action="store_true", help="240 items instead of 1,500")
-    parser.add_argument("--strict", action="store_true", help="exit with 1 when a reach is missed")
     parser.add_argument("--processes", action="store_true", help="processes instead of threads")
     given = parser.parse_args(arguments)
     report = Report("teacher_student")

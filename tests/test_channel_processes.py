@@ -72,6 +72,13 @@ class Crew:
             assert not process.is_alive(), f"{process.name} hangs"
         return [process.exitcode for process in self.processes]
 
+    def forget(self) -> None:
+        """Those that have ended."""
+        self.processes.clear()
+        for pipe in self._pipes:
+            pipe.close()
+        self._pipes.clear()
+
     def stop(self) -> None:
         for process in self.processes:
             if process.is_alive():
@@ -625,18 +632,17 @@ def kill_round(
 
 
 @pytest.mark.parametrize("victim", ["sender", "receiver", "receiver again"])
-@pytest.mark.parametrize("method", METHODS)
-def test_killed_at_random_moments(crew: Crew, victim: str, method: str) -> None:
-    chooser = random.Random(f"{victim} {method}")
-    for _ in range(4 if method == "fork" else 2):
+@pytest.mark.parametrize(
+    ("method", "rounds"),
+    [
+        ("fork", 4),
+        ("spawn", 2),
+        pytest.param("fork", 200, marks=pytest.mark.full),
+        pytest.param("spawn", 200, marks=pytest.mark.full),
+    ],
+)
+def test_killed_at_random_moments(crew: Crew, victim: str, method: str, rounds: int) -> None:
+    chooser = random.Random(f"{victim} {method} {rounds}")
+    for _ in range(rounds):
         kill_round(multiprocessing.get_context(method), crew, chooser, victim.split()[0], "again" in victim)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("victim", ["sender", "receiver", "receiver again"])
-@pytest.mark.parametrize("method", METHODS)
-def test_killed_at_two_hundred_random_moments(crew: Crew, victim: str, method: str) -> None:
-    chooser = random.Random(f"full {victim} {method}")
-    for _ in range(200 if method == "fork" else 70):
-        kill_round(multiprocessing.get_context(method), crew, chooser, victim.split()[0], "again" in victim)
-        crew.processes.clear()
+        crew.forget()

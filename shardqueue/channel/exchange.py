@@ -71,6 +71,7 @@ class Port:
     # a receiver's
     given: deque[Parcel] = field(default_factory=deque)
     done: int = 0
+    held: int = 0
     at: float = 0.0
 
     def say(
@@ -187,15 +188,15 @@ class Exchange:
             self.free.extend(parcel.descriptors)
             parcel.body, parcel.descriptors = frame.body, frame.descriptors
             self._deliver_again([parcel], now)
+            self.queue.held -= 1
             return
         parcel = Parcel(port, frame.number, frame.body, bool(frame.flags & BY_REFERENCE), frame.descriptors)
         was_promised = frame.number < port.limit
         self.queue.reserved -= was_promised
-        answer = self.queue.offer(port.end, parcel, now)
+        answer = self.queue.offer(port.end, parcel, now, promised=was_promised)
         if answer is TAKEN:
             self._accepted(port, parcel, now)
         elif answer is WAIT:
-            assert not was_promised, "there is no room where some was reserved"
             port.waiting = parcel
         elif was_promised:
             # Sent on reserved room while the last receiver left, or another sender failed.
@@ -244,13 +245,16 @@ class Exchange:
             if answer is not WAIT:
                 self._answer(port, answer, now)
             return
-        self._give(port, answer, now)
+        parcels = [answer]
         share = len(self.queue.queue) // max(1, self.queue.open[Side.RECEIVER])
         for _ in range(min(port.ahead, share)):
-            parcel = self.queue.ask(port.end, now, wait=False)
-            if isinstance(parcel, Answer):
+            more = self.queue.ask(port.end, now, wait=False)
+            if isinstance(more, Answer):
                 break
+            parcels.append(more)
+        for parcel in parcels[:-1]:
             self._give(port, parcel, now, flags=0)
+        self._give(port, parcels[-1], now)
 
     def _measure(self, port: Port, frame: Frame) -> None:
         if frame.body:
@@ -261,17 +265,20 @@ class Exchange:
         flags |= BY_REFERENCE if parcel.by_reference else 0
         port.say(Kind.ITEM, port.done + len(port.given), parcel.body, flags, parcel.descriptors)
         port.given.append(parcel)
-        if self._redeliver:
-            self.queue.held += 1
+        self._hold(port)
 
     def _done(self, port: Port, count: int) -> None:
         """A receiver is done with its first `count` items."""
         while port.done < count:
             port.done += 1
-            parcel = port.given.popleft()
-            if self._redeliver:
-                self.queue.held -= 1
-            self._release(parcel)
+            self._release(port.given.popleft())
+        self._hold(port)
+
+    def _hold(self, port: Port) -> None:
+        """What a receiver was given may come back: what it has ahead, or with redelivery also what it has in hand."""
+        held = len(port.given) if self._redeliver else max(0, len(port.given) - 1)
+        self.queue.held += held - port.held
+        port.held = held
 
     def _release(self, parcel: Parcel) -> None:
         """Nobody needs the memory of an item any more."""
@@ -329,11 +336,15 @@ class Exchange:
         """What a receiver that leaves never used is next in line."""
         unused = list(port.given)
         port.given.clear()
-        if self._redeliver:
-            self.queue.held -= len(unused)
         port.end.items -= len(unused)
         port.done += len(unused)
-        self.queue.give_back(unused, now)
+        self._hand_on(unused, now)
+        self._hold(port)
+
+    def _hand_on(self, parcels: list[Parcel], now: float) -> None:
+        """Those who wait for them have them at once, so that they are held throughout."""
+        self.queue.give_back(parcels, now)
+        self._wake(now)
 
     def hung_up(self, port: Port, now: float) -> None:
         """The line of an end is cut: all that was written to it has been told."""
@@ -348,6 +359,8 @@ class Exchange:
         if port.is_over:
             return
         port.is_over = True
+        self.queue.withdraw(port.end, now)
+        self._forget_offer(port)
         lost = self._lose_memory_of(port, now)
         if port.end.open and not port.is_attached:
             self.news.append(f"{_who(port)} was dropped before it was used; it counts as closed")
@@ -383,45 +396,42 @@ class Exchange:
         return True
 
     def _receiver_hung_up(self, port: Port, now: float) -> None:
-        in_hand = [parcel for parcel in port.given if not parcel.is_lost]
-        if self._redeliver:
-            self.queue.held -= len(port.given) - len(in_hand)
-        port.given.clear()
         if port.is_over or not port.is_attached:
             if not port.is_over:
                 self.news.append(f"{_who(port)} was dropped before it was used; it counts as closed")
             self._leave(port, now, State.CLOSED if port.is_over else State.DROPPED)
             return
+        in_hand = [parcel for parcel in port.given if not parcel.is_lost]
+        what = f"{_who(port)} was killed; what it had in hand, {len(in_hand)} items, is"
+        for parcel in port.given:
+            if parcel.is_lost:
+                self._release(parcel)
         self._leave(port, now, State.KILLED)
         if self._redeliver and self.queue.open[Side.RECEIVER]:
-            self.news.append(
-                f"{_who(port)} was killed; what it had in hand, {len(in_hand)} items, is delivered again"
-            )
+            self.news.append(f"{what} delivered again")
             self._redeliver_all(in_hand, now)
-            return
-        self.news.append(f"{_who(port)} was killed; what it had in hand, {len(in_hand)} items, is lost")
-        port.end.lost += len(in_hand)
-        self.queue.lost += len(in_hand)
-        if self._redeliver:
-            self.queue.held -= len(in_hand)
-        for parcel in in_hand:
-            self._release(parcel)
+        else:
+            self.news.append(f"{what} lost")
+            port.end.lost += len(in_hand)
+            self.queue.lost += len(in_hand)
+            for parcel in in_hand:
+                self._release(parcel)
+        port.given.clear()
+        self._hold(port)
 
     def _redeliver_all(self, parcels: list[Parcel], now: float) -> None:
-        copied = [parcel for parcel in parcels if not parcel.by_reference]
         for parcel in parcels:
             if parcel.by_reference and parcel.source.is_over:
-                self.queue.held -= 1
                 self._lose(parcel)
             elif parcel.by_reference:
                 self._again[parcel.source, parcel.number] = parcel
+                self.queue.held += 1
                 parcel.source.say(Kind.AGAIN, parcel.number)
-        self._deliver_again(copied, now)
+        self._deliver_again([parcel for parcel in parcels if not parcel.by_reference], now)
 
     def _deliver_again(self, parcels: list[Parcel], now: float) -> None:
-        self.queue.held -= len(parcels)
         self.queue.redelivered += len(parcels)
-        self.queue.give_back(parcels, now)
+        self._hand_on(parcels, now)
 
     def _lose(self, parcel: Parcel) -> None:
         self.free.extend(parcel.descriptors)
@@ -434,18 +444,22 @@ class Exchange:
     def _settle(self, now: float) -> None:
         """Tell everybody what they were waiting for, and what has become of their items."""
         queue = self.queue
+        self._wake(now)
         queue.settle(now)
-        for end, answer in queue.wakes:
+        self._wake(now)
+        while queue.left:
+            self._release(queue.left.pop())
+        if queue.refusal is not None:
+            self._refuse(queue.refusal)
+
+    def _wake(self, now: float) -> None:
+        wakes, self.queue.wakes = self.queue.wakes, []
+        for end, answer in wakes:
             port = self.ports[end]
             if isinstance(answer, Answer):
                 self._answer(port, answer, now)
             else:
                 self._give(port, answer, now)
-        queue.wakes.clear()
-        while queue.left:
-            self._release(queue.left.pop())
-        if queue.refusal is not None:
-            self._refuse(queue.refusal)
 
     def _answer(self, port: Port, answer: Answer, now: float) -> None:
         if answer is TAKEN:

@@ -130,7 +130,8 @@ class Handoff(Generic[T]):
         self._offers: deque[tuple[End, T]] = deque()
         self._asks: deque[End] = deque()
         self._depth = Depth()
-        self._began = now
+        self._began = self._at = now
+        self._area = 0.0
         self._count = 0
         self._received = 0
 
@@ -173,15 +174,20 @@ class Handoff(Generic[T]):
 
     # the two verbs
 
-    def offer(self, end: End, item: T, now: float, wait: bool = True) -> Answer:
-        """A sender has an item: TAKEN, REFUSED, or WAIT (in line if `wait`, else forgotten)."""
+    def offer(self, end: End, item: T, now: float, wait: bool = True, promised: bool = False) -> Answer:
+        """A sender has an item: TAKEN, REFUSED, or WAIT (in line if `wait`, else forgotten).
+
+        For a promised item there is room; it has been taken out of `reserved`.
+        """
         if self.refusal is not None or not end.open:
             return REFUSED
+        self._area += len(self.queue) * (now - self._at)
+        self._at = now
         if now >= self._depth.due:
             self._depth.sample(now, len(self.queue))
         if self._asks:
             self._hand(self._asks.popleft(), item, now)
-        elif len(self.queue) + self.reserved < self.capacity:
+        elif promised or len(self.queue) + self.reserved < self.capacity:
             self.queue.append(item)
         else:
             if wait:
@@ -197,6 +203,8 @@ class Handoff(Generic[T]):
 
     def ask(self, end: End, now: float, wait: bool = True) -> T | Answer:
         """A receiver wants an item: the item, END, FAILED, WAIT (in line if `wait`, else forgotten) or REFUSED."""
+        self._area += len(self.queue) * (now - self._at)
+        self._at = now
         if now >= self._depth.due:
             self._depth.sample(now, len(self.queue))
         if not end.open:
@@ -276,6 +284,7 @@ class Handoff(Generic[T]):
 
     def _abandon(self, now: float) -> None:
         """Nobody is left to receive: refuse the senders; what is queued is lost, and goes to `left`."""
+        self._pass_time(now)
         self.lost += len(self.queue)
         self.left.extend(self.queue)
         self.queue.clear()
@@ -311,18 +320,20 @@ class Handoff(Generic[T]):
 
     def give_back(self, items: Iterable[T], now: float) -> None:
         """Items handed out and not used are next in line; the queue may hold more than its capacity for a while."""
-        for item in reversed(list(items)):
-            self._received -= 1
-            if self._asks:
-                self._hand(self._asks.popleft(), item, now)
-            elif self.open[Side.RECEIVER]:
-                self.queue.appendleft(item)
-            else:
-                self.lost += 1
-                self.left.append(item)
+        back = deque(items)
+        self._received -= len(back)
+        while back and self._asks:
+            self._hand(self._asks.popleft(), back.popleft(), now)
+        if self.open[Side.RECEIVER]:
+            self._pass_time(now)
+            self.queue.extendleft(reversed(back))
+        else:
+            self.lost += len(back)
+            self.left.extend(back)
 
     def remove(self, is_gone: Callable[[T], bool], now: float) -> int:
         """Take the items that are gone out of the queue, as lost; return how many there were. Settle after it."""
+        self._pass_time(now)
         kept = deque(item for item in self.queue if not is_gone(item))
         count = len(self.queue) - len(kept)
         self.queue = kept
@@ -336,6 +347,11 @@ class Handoff(Generic[T]):
         return len(self.queue) + self.reserved < self.capacity
 
     # moving and waking
+
+    def _pass_time(self, now: float) -> None:
+        """The queue has held what it holds until now."""
+        self._area += len(self.queue) * (now - self._at)
+        self._at = now
 
     def _admit(self, now: float) -> None:
         """The sender that waited longest puts its item into the queue."""
@@ -392,6 +408,11 @@ class Handoff(Generic[T]):
 
     # seen
 
+    def _mean_depth(self, now: float, first: float) -> float:
+        if now <= first:
+            return float(len(self.queue))
+        return (self._area + len(self.queue) * max(0.0, now - self._at)) / (now - first)
+
     def measure(self, end: End, seconds: float) -> None:
         """An end says how long it has waited, by its own clock, between its first item and its last."""
         end.measured = seconds
@@ -405,7 +426,7 @@ class Handoff(Generic[T]):
         return ChannelReport(
             capacity=self.capacity,
             depth=len(self.queue),
-            mean_depth=self._depth.mean(until, len(self.queue)),
+            mean_depth=self._mean_depth(max(until, self._at), min(firsts) if firsts else until),
             depths=tuple((round(when - self._began, 3), depth) for when, depth in self._depth.samples),
             sent=self._count,
             received=self._received,

@@ -30,6 +30,7 @@ class SenderLink:
         kept: items whose memory a receiver may still need, by number.
         gone: the pickled reason why nothing more is taken, or None.
         again: numbers of items that are asked for again.
+        is_withdrawn: the last item is no longer offered, and the answer to that is on its way.
         is_refused: the answer to WITHDRAW, or the end is another process's.
         refusal: in the latter case, whose.
         is_released: nothing more is needed of this end.
@@ -40,7 +41,7 @@ class SenderLink:
         self.kept: dict[int, Any] = {}
         self.gone: bytes | None = None
         self.again: list[int] = []
-        self.is_refused = False
+        self.is_withdrawn = self.is_refused = False
         self.refusal = ""
         self.is_released = False
 
@@ -48,6 +49,7 @@ class SenderLink:
         """Return the frame of the next item, with which `count` file descriptors go."""
         number = self.next
         self.next += 1
+        self.is_withdrawn = self.is_refused = False
         if is_by_reference:
             self.kept[number] = item
         return encode(Kind.ITEM, number, body, BY_REFERENCE if is_by_reference else 0, count)
@@ -93,6 +95,13 @@ class SenderLink:
                 self.is_released = True
                 self.kept.clear()
 
+    def withdraw(self) -> bytes:
+        """Return the frame that takes the last item back, once."""
+        if self.is_withdrawn:
+            return b""
+        self.is_withdrawn = True
+        return encode(Kind.WITHDRAW)
+
     def close(self, error: bytes = b"", is_dropped: bool = False) -> bytes:
         """Return the frame that says nothing more comes."""
         return encode(Kind.CLOSE, self.next, error, DROPPED if is_dropped else 0)
@@ -106,6 +115,7 @@ class ReceiverLink:
         handed: items handed to the program; it is done with all but the last.
         waited: seconds between its first item and its last in which it waited.
         is_asked: the broker owes an answer.
+        is_withdrawn: it no longer wants an item, and the answer to that is on its way.
         over: the pickled error that ends the stream, empty for the plain end; None while it goes on.
         is_refused: the answer to WITHDRAW, or the end is another process's.
         refusal: in the latter case, whose.
@@ -117,14 +127,21 @@ class ReceiverLink:
         self.waited = 0.0
         self.is_asked = False
         self.over: bytes | None = None
-        self.is_refused = False
+        self.is_withdrawn = self.is_refused = False
         self.refusal = ""
 
     def ask(self) -> bytes:
         """Return the frame that asks for an item, and says that all before are done with."""
         self.is_asked = True
-        self.is_refused = False
+        self.is_withdrawn = self.is_refused = False
         return encode(Kind.ASK, self.handed, encode_seconds(self.waited))
+
+    def withdraw(self) -> bytes:
+        """Return the frame that takes the wish back, once."""
+        if self.is_withdrawn:
+            return b""
+        self.is_withdrawn = True
+        return encode(Kind.WITHDRAW)
 
     def take(self) -> Frame:
         """Return the next item that came; the program has it."""

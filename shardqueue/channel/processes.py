@@ -83,7 +83,9 @@ class _Line:
         return cls(here)
 
     def write(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
-        """Write a frame; with it may go file descriptors."""
+        """Write a frame, if it is one; with it may go file descriptors."""
+        if not data:
+            return
         try:
             if descriptors:
                 self._rest()
@@ -429,8 +431,7 @@ class ProcessSender(_ProcessEnd, Sender[T]):
     def _take_back(self, line: _Line) -> bool:
         """The last item is no longer offered; return whether it has been taken in the meantime."""
         link = self._link
-        link.is_refused = False
-        line.write(encode(Kind.WITHDRAW))
+        line.write(link.withdraw())
         while not (link.is_refused or link.is_answered):
             self._hear(line, None)
         self._is_waiting = False
@@ -505,14 +506,19 @@ class ProcessReceiver(_ProcessEnd, Receiver[T]):
     def _await(self, line: _Line, deadline: float | None) -> bool:
         """Wait for an answer; return False when the time is over and nothing will come."""
         link = self._link
-        if not link.is_asked:
-            line.write(link.ask())
-        while link.is_asked:
-            if not self._hear(line, deadline):
-                line.write(encode(Kind.WITHDRAW))
-                while link.is_asked:
+        while True:
+            if not link.is_asked:
+                line.write(link.ask())
+            is_in_time = True
+            while link.is_asked:
+                if is_in_time and not self._hear(line, deadline):
+                    is_in_time = False
+                    line.write(link.withdraw())
+                elif not is_in_time:
                     self._hear(line, None)
-        return not link.is_refused
+            if not (link.is_refused and is_in_time):
+                return not link.is_refused
+            # The answer to a wish that was taken back before, in a call that was interrupted: ask again.
 
     def _over(self, body: bytes) -> Exception:
         if body:

@@ -158,36 +158,22 @@ def starving(report: ChannelReport) -> str:
 
 
 class Depth:
-    """Depth over time in bounded memory.
+    """Depth over time in bounded memory: samples, of which every second one goes when there are too many.
 
-    A sample is the depth that was there before an event, and stands for the time since the sample before it; events
-    less than `due` seconds apart share one. When there are too many samples, every second one goes.
+    A sample is the depth that was there before an event; events less than `due` seconds apart share one.
     """
 
-    __slots__ = ("_area", "_every", "_first", "_last", "due", "samples")
+    __slots__ = ("_every", "due", "samples")
 
     def __init__(self) -> None:
         self.samples: list[tuple[float, int]] = []
         self.due = float("-inf")
-        self._first = self._last = 0.0
-        self._area = 0.0
         self._every = 0.01
 
     def sample(self, now: float, depth: int) -> None:
         """The queue held `depth` items until now."""
-        if self.samples:
-            self._area += depth * (now - self._last)
-        else:
-            self._first = now
-        self._last = now
         self.samples.append((now, depth))
         self.due = now + self._every
         if len(self.samples) > _SAMPLES:
             del self.samples[1::2]
             self._every *= 2
-
-    def mean(self, now: float, depth: int) -> float:
-        """Return the mean from the first sample to now, when it is `depth`."""
-        if not self.samples or now <= self._first:
-            return float(depth)
-        return (self._area + depth * max(0.0, now - self._last)) / (now - self._first)

@@ -33,12 +33,13 @@ from shardqueue.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from shardqueue.channel.watch import Watch
 
 T = TypeVar("T")
 ALWAYS = float("-inf")
+_LONGEST = threading.TIMEOUT_MAX
 
 
 class Lock(Protocol):
@@ -104,7 +105,7 @@ class Hub(Generic[T]):
         return None if end is None else ThreadReceiver(self, end)
 
     def _take(self, side: Side) -> End | None:
-        with self.mutex:
+        with self.inside():
             return self.queue.take(side)
 
     @property
@@ -125,17 +126,32 @@ class Hub(Generic[T]):
             seat.bell.release()
         self.queue.wakes.clear()
 
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """Hold the mutex, and do on leaving what was put off meanwhile."""
+        with self.mutex:
+            yield
+        if self._actions:
+            self._act()
+
     def close(self, end: End, state: State = State.CLOSED, error: Exception | None = None) -> None:
         """An end is finished."""
-        with self.mutex:
-            self.queue.close(end, self.now(), state, error)
-            self.wake()
-            self._seats.pop(end, None)
+        with self.inside():
+            self._close(end, state, error, self.now())
         self.tidy()
+
+    def drop(self, end: End) -> None:
+        """Nobody has an end any more; from anywhere, even inside the mutex."""
+        self.later(partial(self._close, end, State.DROPPED, None))
+
+    def _close(self, end: End, state: State, error: Exception | None, now: float) -> None:
+        self.queue.close(end, now, state, error)
+        self.wake()
+        self._seats.pop(end, None)
 
     def forgo(self, error: Exception | None = None) -> dict[Side, int]:
         """Close the declared ends that nobody took, senders with the error; return how many there were."""
-        with self.mutex:
+        with self.inside():
             gone = self.queue.forgo(self.now(), error)
             self.wake()
         self.tidy()
@@ -155,8 +171,11 @@ class Hub(Generic[T]):
                 while self._actions:
                     self._actions.popleft()(self.now())
                 self.wake()
+                left = self.queue.left[:]
+                self.queue.left.clear()
             finally:
                 self.mutex.release()
+            del left  # outside: what items do when they go is not known
             if not self._actions:
                 return
 
@@ -164,7 +183,6 @@ class Hub(Generic[T]):
         """Do what was put off, let go of what nobody will receive, report what is due; outside the mutex."""
         self.watch.look(self)
         self._act()
-        self.queue.left.clear()
 
     def forked(self) -> None:
         """In the child nobody is at the other ends."""
@@ -179,14 +197,14 @@ class Hub(Generic[T]):
 
     def report(self) -> ChannelReport:
         """Return what happened so far."""
-        with self.mutex:
+        with self.inside():
             return self.queue.report(self.now())
 
 
 def _drop(hub: Hub[Any], end: End) -> None:
     """The garbage collector found an open end, perhaps inside the mutex."""
     if end.open:
-        hub.later(partial(hub.queue.close, end, state=State.DROPPED))
+        hub.drop(end)
         warnings.warn(
             f"{end.name} of a channel was dropped without close(); it counts as closed",
             ShardQueueWarning,
@@ -303,7 +321,7 @@ class ThreadReceiver(Receiver[T]):
 
 
 def _clone(hub: Hub[Any], end: End) -> End:
-    with hub.mutex:
+    with hub.inside():
         made = hub.queue.clone(end)
     if made is None:
         raise ClosedError(f"{end.name} is closed; clone an end that is open")
@@ -313,22 +331,17 @@ def _clone(hub: Hub[Any], end: End) -> End:
 def _wait(hub: Hub[T], end: End, seat: _Seat, timeout: float | None) -> T | Answer:
     """Wait for the bell; an answer that comes while the wait is given up is not lost."""
     try:
-        rang = (
-            seat.bell.acquire()
-            if timeout is None
-            else seat.bell.acquire(timeout=min(timeout, threading.TIMEOUT_MAX))
-        )
+        rang = seat.bell.acquire() if timeout is None else seat.bell.acquire(timeout=min(timeout, _LONGEST))
     except BaseException:
-        with hub.mutex:
-            was_waiting = hub.queue.withdraw(end, hub.now())
-            if not was_waiting:
-                seat.bell.acquire()
+        with hub.inside():
+            if not hub.queue.withdraw(end, hub.now()):
+                seat.bell.acquire(blocking=False)  # it has rung, and the interrupted wait may have heard it
                 if end.side is Side.RECEIVER and not isinstance(seat.answer, Answer):
                     hub.queue.give_back([seat.answer], hub.now())
                     hub.wake()
         raise
     if not rang:
-        with hub.mutex:
+        with hub.inside():
             if hub.queue.withdraw(end, hub.now()):
                 return WAIT
         seat.bell.acquire()

@@ -21,7 +21,7 @@ from collections import deque
 from enum import IntEnum
 from multiprocessing.context import set_spawning_popen
 from multiprocessing.reduction import ForkingPickler
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from shardqueue.channel.forwarding import raised_by
 from shardqueue.errors import SenderError
@@ -103,7 +103,7 @@ def decode_numbers(body: bytes) -> list[int]:
 
 
 ANSWER = 8
-"""Flag of an item: the answer to ASK; further items may follow it."""
+"""Flag of an item: with it the answer to ASK is complete; items without it are followed by another."""
 _SECONDS = struct.Struct("<d")
 
 
@@ -231,7 +231,7 @@ class _Pickler(ForkingPickler):
             return NotImplemented
         before = len(self._collector.descriptors)
         if before < self._room:
-            set_spawning_popen(self._collector)
+            set_spawning_popen(cast("Any", self._collector))
             try:
                 reduced = reducer(obj)
             finally:
