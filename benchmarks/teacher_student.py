@@ -17,8 +17,8 @@ is meant for few cores, which eight models would fight for, so the models are sm
 sleeps until its item has taken the time set, as if it had a GPU of its own; what it overslept is taken off its next
 item. A student takes 30 ms, and the teachers together are 1.05 times as fast as the students.
 
-Between processes a consumer also waits while a tensor's memory is opened, 0.3 ms with the sharing strategy
-`file_system`, which is used here, and 1 ms with torch's default; the channel's own report does not count that.
+Between processes a consumer also waits for the item to come over and while a tensor's memory is opened, with whatever
+else the cores are busy with.
 
 Each form checks by value, where items are trained, that every item was trained exactly once; if not, the exit code is
 1. A missed reach alone is marked, and fails only with `--strict`: a busy machine can cause it.
@@ -224,18 +224,9 @@ class Outcome:
         self.ended = time.monotonic()
 
 
-def settle(work: Work) -> None:
-    """Make this thread or process ready: one core for each, and a cheap way to share tensors."""
-    torch.set_num_threads(1)
-    if work.is_in_processes:
-        torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
-        # The first tensor starts what keeps track of the memory.
-        torch.zeros(1).share_memory_()  # type: ignore[no-untyped-call]
-
-
 def teach(number: int, work: Work, barrier: Barrier, senders: dict[str, Sender[Item]]) -> None:
     """Be teacher `number` in one form after the other."""
-    settle(work)
+    torch.set_num_threads(1)
     model = copy.deepcopy(work.teacher)
     model(torch.zeros(SEQUENCES, CONTEXT, dtype=torch.long))
     for form, sender in senders.items():
@@ -258,7 +249,7 @@ def learn(
     results: Sender[list[Outcome]],
 ) -> None:
     """Be student `number` in one form after the other."""
-    settle(work)
+    torch.set_num_threads(1)
     rows = torch.zeros(SEQUENCES, CONTEXT + 1, dtype=torch.long)
     Training(work.student).step(rows, torch.zeros(SEQUENCES, CONTEXT, WIDTH))
     outcomes = []
