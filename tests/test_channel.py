@@ -33,7 +33,7 @@ from shardqueue.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from multiprocessing.context import BaseContext
 
     from shardqueue.channel import ChannelReport, Receiver, Sender
@@ -558,6 +558,54 @@ def test_an_item_that_comes_in_the_moment_of_an_interruption_goes_back() -> None
         assert other.receive(timeout=0) == 1
         sender.close()
         assert hub.report().received == 1
+
+
+class Mutex:
+    """A lock that is interrupted when it is taken for the last time of a few."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.times = 0
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        self.times -= 1
+        if self.times == 0:
+            raise Alarm
+        return self._lock.acquire(blocking, timeout)
+
+    def release(self) -> None:
+        self._lock.release()
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+@pytest.mark.parametrize("item", [1, None])
+def test_an_interruption_while_giving_up_is_mended_by_the_next_call(item: object) -> None:
+    mutex = Mutex()
+    locks: Iterator[Any] = iter([mutex, threading.Lock(), threading.Lock()])
+    hub: Hub[object] = Hub(Handoff(1, 1, 1, 0.0), Watch(None, 1.0), locks=lambda: next(locks))
+    sender, receiver = hub.sender(), hub.receiver()
+    assert sender is not None and receiver is not None
+    with sender, receiver:
+        mutex.times = 2
+        with pytest.raises(Alarm):
+            receiver.receive(timeout=0.001)
+        sender.send(item)
+        assert receiver.receive(timeout=0) is item
+        sender.send(2)
+        mutex.times = 2
+        with pytest.raises(Alarm):
+            sender.send(3, timeout=0.001)
+        assert receiver.receive(timeout=0) == 2
+        assert receiver.receive(timeout=0) == 3
+        sender.send(4)
+        sender.close()
+        assert list(receiver) == [4]
+        assert hub.report().sent == hub.report().received == 4
 
 
 def test_an_interrupted_send_is_taken_back_and_the_end_goes_on(context: BaseContext | None) -> None:

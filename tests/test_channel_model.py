@@ -948,7 +948,11 @@ class World:
         demand(frame.number == len(client.handed), "an item has another one's number")
         is_new = not any(item in receiver.handed for receiver in self.receivers)
         client.handed.append(item)
-        demand(not self.is_over or self.has_failed, f"{item} is handed out after a receiver was told the end")
+        # What an interrupted wait got may come back after the end.
+        demand(
+            not self.is_over or self.has_failed or self.interrupts,
+            f"{item} is handed out after a receiver was told the end",
+        )
         if frame.flags & BY_REFERENCE:
             owner, _ = self.transmissions[pickle.loads(frame.body).transmission]
             is_known_gone = owner.is_killed and owner.has_hung_up
@@ -1007,6 +1011,7 @@ class World:
             or item in self.unpicklable
             or not has_stayed
             or self.has_failed
+            or (self.interrupts and self.is_over)
             or (not self.redeliver and item in in_dead_hands)
         )
 
@@ -1709,3 +1714,17 @@ def test_a_closing_receivers_last_wish_takes_no_item_with_it() -> None:
     other.tell(Kind.ASK, now=4.0)
     assert other.hear() == [(Kind.ITEM, 0)]
     assert exchange.report(5.0).lost == 0
+
+
+def test_what_an_interrupted_receiver_hands_back_after_the_end_is_counted_as_lost() -> None:
+    exchange, (sender,), (first, second) = lines_of(1, 2)
+    first.tell(Kind.ASK, now=1.0)
+    sender.tell(Kind.ITEM, now=2.0)
+    sender.tell(Kind.CLOSE, 1, now=3.0)
+    assert first.hear() == [(Kind.ITEM, 0)]
+    second.tell(Kind.ASK, now=4.0)
+    assert second.hear() == [(Kind.END, 0)]
+    # The first was interrupted before it took the item, and leaves.
+    first.tell(Kind.CLOSE, 0, now=5.0)
+    second.tell(Kind.CLOSE, 0, now=6.0)
+    assert exchange.report(7.0).lost == 1

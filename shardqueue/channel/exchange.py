@@ -298,6 +298,10 @@ class Exchange:
         """An item was lost on its way, because its sender died or it cannot be unpickled."""
         parcel = port.given[number - port.done]
         parcel.is_lost = True
+        self._lose_for_good(parcel)
+
+    def _lose_for_good(self, parcel: Parcel) -> None:
+        """An item is lost, so that the end of the stream is an error."""
         self._lose(parcel)
         who = _who(parcel.source)
         error = SenderError(f"an item of {who} could not be received and is lost", parcel.source.end.name, 1)
@@ -422,7 +426,7 @@ class Exchange:
     def _redeliver_all(self, parcels: list[Parcel], now: float) -> None:
         for parcel in parcels:
             if parcel.by_reference and parcel.source.is_over:
-                self._lose(parcel)
+                self._lose_for_good(parcel)
             elif parcel.by_reference:
                 self._again[parcel.source, parcel.number] = parcel
                 self.queue.held += 1

@@ -386,7 +386,7 @@ class Handoff(Generic[T]):
     def _waited(self, end: End, now: float) -> None:
         """A wait is over, and counts."""
         assert end.since is not None
-        seconds = now - end.since
+        seconds = max(0.0, now - end.since)  # times may be taken in another order than turns
         end.since = None
         if end.first is None:
             end.lead += seconds

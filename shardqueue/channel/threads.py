@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 ALWAYS = float("-inf")
 _LONGEST = threading.TIMEOUT_MAX
+_NOTHING = object()
 
 
 class Lock(Protocol):
@@ -65,7 +66,7 @@ class _Seat:
 
     def __init__(self, bell: Lock) -> None:
         self.bell = bell
-        self.answer: Any = None
+        self.answer: Any = _NOTHING
         bell.acquire()
 
 
@@ -226,6 +227,8 @@ class ThreadSender(Sender[T]):
         if timeout is not None:
             checked_seconds("timeout", timeout)
         hub = self._hub
+        if self._end.since is not None or self._seat.answer is not _NOTHING:  # an interruption left them so
+            _clear(hub, self._end, self._seat)
         now = hub.now()
         with self._mutex:
             answer = self._offer(self._end, item, now, timeout != 0)
@@ -281,6 +284,8 @@ class ThreadReceiver(Receiver[T]):
         if timeout is not None:
             checked_seconds("timeout", timeout)
         hub = self._hub
+        if self._end.since is not None or self._seat.answer is not _NOTHING:  # an interruption left them so
+            _clear(hub, self._end, self._seat)
         now = hub.now()
         with self._mutex:
             item = self._ask(self._end, now, timeout != 0)
@@ -333,17 +338,27 @@ def _wait(hub: Hub[T], end: End, seat: _Seat, timeout: float | None) -> T | Answ
     try:
         rang = seat.bell.acquire() if timeout is None else seat.bell.acquire(timeout=min(timeout, _LONGEST))
     except BaseException:
-        with hub.inside():
-            if not hub.queue.withdraw(end, hub.now()):
-                seat.bell.acquire(blocking=False)  # it has rung, and the interrupted wait may have heard it
-                if end.side is Side.RECEIVER and not isinstance(seat.answer, Answer):
-                    hub.queue.give_back([seat.answer], hub.now())
-                    hub.wake()
+        _clear(hub, end, seat)
         raise
     if not rang:
         with hub.inside():
             if hub.queue.withdraw(end, hub.now()):
                 return WAIT
         seat.bell.acquire()
-    answer, seat.answer = seat.answer, None
+    answer, seat.answer = seat.answer, _NOTHING
     return cast("T | Answer", answer)
+
+
+def _clear(hub: Hub[Any], end: End, seat: _Seat) -> None:
+    """A wait was interrupted: it is taken back, and an item that came meanwhile goes to the next one."""
+    with hub.inside():
+        if not hub.queue.withdraw(end, hub.now()):
+            seat.bell.acquire(blocking=False)  # it has rung, and the interrupted wait may have heard it
+            if (
+                end.side is Side.RECEIVER
+                and seat.answer is not _NOTHING
+                and not isinstance(seat.answer, Answer)
+            ):
+                hub.queue.give_back([seat.answer], hub.now())
+                hub.wake()
+            seat.answer = _NOTHING
