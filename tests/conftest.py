@@ -76,7 +76,8 @@ def _command(pid: int) -> str:
 
 
 def _is_pythons_own(pid: int) -> bool:
-    return any(name in _command(pid) for name in ("resource_tracker", "multiprocessing.forkserver"))
+    names = ("resource_tracker", "multiprocessing.forkserver", "torch_shm_manager")
+    return any(name in _command(pid) for name in names)
 
 
 def _ends(pid: int, end: float) -> bool:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from shardqueue import Channel
-from shardqueue.errors import BrokerGoneError, ClosedError, SenderError, ShardQueueWarning
+from shardqueue.errors import BrokerGoneError, ChannelFullError, ClosedError, SenderError, ShardQueueWarning
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -433,8 +433,8 @@ def send_then_die(pipe: Connection, sender: Sender[Any], strategy: str) -> None:
     torch.multiprocessing.set_sharing_strategy(strategy)  # type: ignore[no-untyped-call]
     with sender:
         sender.send(1)
-        sender.send(torch.arange(3))
-        sender.send(torch.arange(4))
+        sender.send(torch.arange(1000))
+        sender.send(torch.arange(2000))
         sender.send(2)
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -462,7 +462,7 @@ def test_a_killed_senders_memory_is_lost_and_all_else_arrives(crew: Crew, method
         receiver.close()
         _until_over(channel)
     assert sorted(item for item in got if isinstance(item, int)) == [1, 2, 3]
-    assert [item.tolist() for item in got if not isinstance(item, int)] == [[0, 1, 2], [0, 1, 2, 3]][lost:]
+    assert [len(item) for item in got if not isinstance(item, int)] == [1000, 2000][lost:]
 
 
 def take_then_die(pipe: Connection, receiver: Receiver[Any]) -> None:
@@ -470,20 +470,34 @@ def take_then_die(pipe: Connection, receiver: Receiver[Any]) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.fixture
+def strategy() -> Iterator[Callable[[str], None]]:
+    """Sets torch's way to share memory, for this test."""
+    from torch import multiprocessing
+
+    before = multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
+    yield multiprocessing.set_sharing_strategy
+    multiprocessing.set_sharing_strategy(before)  # type: ignore[no-untyped-call]
+
+
 @pytest.mark.parametrize("redeliver", [False, True])
-@pytest.mark.parametrize("is_tensor", [False, True])
+@pytest.mark.parametrize(
+    ("method", "memory"), [("fork", "none"), ("fork", "copied"), ("fork", "named"), ("spawn", "copied")]
+)
 def test_what_a_killed_receiver_had_in_hand(
-    context: BaseContext, crew: Crew, redeliver: bool, is_tensor: bool
+    crew: Crew, strategy: Callable[[str], None], method: str, memory: str, redeliver: bool
 ) -> None:
     import torch
 
+    strategy("file_system" if memory == "named" else "file_descriptor")
+    context = multiprocessing.get_context(method)
     channel: Channel[Any] = Channel(1, 2, 4, context=context, redeliver=redeliver)
     with (
         pytest.warns(ShardQueueWarning, match="receiver 0 .*was killed; what it had in hand, 1 items, is"),
         channel.sender() as sender,
     ):
         crew.start(context, take_then_die, channel.receiver())
-        sender.send(torch.arange(1, 2) if is_tensor else 1)
+        sender.send(1 if memory == "none" else torch.full((1000,), 1))
         crew.join()
         with channel.receiver() as receiver:
             for number in (2, 3):
@@ -493,9 +507,92 @@ def test_what_a_killed_receiver_had_in_hand(
             threading.Thread(target=sender.close).start()
             got += list(receiver)
         _until_over(channel)
-    assert sorted(int(item) for item in got) == ([1, 2, 3] if redeliver else [2, 3])
+    assert sorted(int(torch.as_tensor(item).flatten()[-1]) for item in got) == (
+        [1, 2, 3] if redeliver else [2, 3]
+    )
     report = channel.report()
     assert (report.lost, report.redelivered) == ((0, 1) if redeliver else (1, 0))
+
+
+def test_a_tensor_is_copied_unless_it_is_in_shared_memory_already() -> None:
+    import torch
+
+    channel: Channel[Any] = Channel(1, 1, context=multiprocessing.get_context("spawn"))
+    private, shared = torch.zeros(3000), torch.zeros(3000).share_memory_()  # type: ignore[no-untyped-call]
+    halves = torch.zeros(3000)
+    with channel.sender() as sender, channel.receiver() as receiver:
+        sender.send((private, shared, halves[:1500], halves[1500:]))
+        assert not private.is_shared()
+        for tensor in (private, shared, halves):
+            tensor.fill_(7)
+        copy, same, first, second = receiver.receive()
+        assert float(copy.sum()) == float(first.sum()) == float(second.sum()) == 0.0
+        assert float(same.sum()) == 3000 * 7.0
+        first.untyped_storage().fill_(0)
+        second.fill_(1)
+        assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr(), "views stay views"
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # torch's, about its own default
+@pytest.mark.parametrize("capacity", [8, 4096])
+def test_all_kinds_of_tensors(capacity: int) -> None:
+    import torch
+
+    channel: Channel[Any] = Channel(1, 1, capacity, context=multiprocessing.get_context("spawn"))
+    items: list[Any] = [
+        torch.empty(0),
+        torch.tensor(3.5),
+        torch.arange(5000, dtype=torch.bfloat16).view(50, 100).t(),
+        torch.eye(60).to_sparse(),
+        torch.nn.Parameter(torch.ones(2000)),
+        torch.zeros(3000, dtype=torch.complex64)[::7],
+        torch.ones(1).expand(5000),
+        torch.zeros(2000, dtype=torch.bool),
+        {"many": [torch.full((2000,), n) for n in range(40)]},
+    ]
+    with channel.sender() as sender, channel.receiver() as receiver:
+        for item in items:
+            crew = threading.Thread(target=sender.send, args=(item,))
+            crew.start()
+            got = receiver.receive(PATIENCE)
+            crew.join()
+            if isinstance(item, dict):
+                assert [int(each[-1]) for each in got["many"]] == list(range(40))
+            else:
+                assert type(got) is type(item)
+                assert (got.dtype, got.shape, got.requires_grad) == (
+                    item.dtype,
+                    item.shape,
+                    item.requires_grad,
+                )
+                assert torch.equal(got.to_dense(), item.to_dense())
+        closing = threading.Thread(target=sender.close)
+        closing.start()
+        assert list(receiver) == []
+        closing.join()
+
+
+def _open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_no_descriptors_are_left_open() -> None:
+    import torch
+
+    context = multiprocessing.get_context("spawn")
+    before = _open_files()
+    for turn in range(40):
+        channel: Channel[Any] = Channel(1, 2, 2, context=context, redeliver=bool(turn % 2))
+        with channel.sender() as sender, channel.receiver() as receiver, channel.receiver() as other:
+            sender.send(torch.zeros(2000))
+            sender.send((torch.zeros(2000), torch.ones(3000)))
+            with suppress(ChannelFullError):
+                sender.send(torch.zeros(2000), timeout=0)
+            assert len(receiver.receive()) == 2000
+            other.close()
+        _until_over(channel)
+        gc.collect()
+    assert _open_files() <= before + 3
 
 
 def _raw_fork(child: Callable[[], None]) -> int:

@@ -1,8 +1,9 @@
 """The two ends a program holds: what it may do with them, whatever carries the items.
 
 An end belongs to one thread at a time; `clone` makes another one. Leaving a `with` block closes the end, with the
-error if there is one. Between threads an item is the object itself. Between processes it travels pickled, tensors
-through shared memory or CUDA IPC: do not write to a tensor after sending it.
+error if there is one. Between threads an item is the object itself. Between processes it travels pickled, and the
+memory of tensors beside it: on the CPU as a copy, made by `send`, unless it is shared memory already; on the GPU by
+CUDA IPC, without a copy: do not write to such a tensor after sending it.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ class Sender(ABC, Generic[T]):
     def close(self, error: BaseException | None = None) -> None:
         """Say that nothing more comes from this end; a second time does nothing.
 
-        Between processes it returns when the tensors it sent were received, whose memory is this process's.
+        Between processes it returns when nobody needs this process's memory any more: when each receiver has come
+        back for its next item, of CUDA tensors and of memory that torch shares under names.
 
         Args:
             error: ends the stream for everybody: receivers get what is queued, then this error.

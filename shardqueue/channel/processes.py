@@ -28,6 +28,7 @@ from shardqueue.channel.wire import (
     Frame,
     Frames,
     Kind,
+    Packed,
     dump_error,
     dumps,
     encode,
@@ -393,21 +394,27 @@ class ProcessSender(_ProcessEnd, Sender[T]):
         with self._mutex:
             line, link = self._use(), self._link
             packed = dumps(item, self._room)
-            if len(packed.body) > MAX_BODY:
-                size = f"{len(packed.body)} bytes pickled"
-                raise InvalidInputError(
-                    "item", size, f"at most {MAX_BODY}", "send it in parts, or as a tensor"
-                )
-            if self._is_waiting:
-                self._take_back(line)
-            if link.kept:
-                self._seat.take_in(line.poll())
-            if link.gone is not None:
-                raise self._refused()
-            frame = link.item(item, packed.body, packed.is_by_reference, len(packed.descriptors))
-            line.write(frame, packed.descriptors)
+            try:
+                self._put(line, item, packed)
+            finally:
+                packed.close()
             if not link.is_taken:
                 self._wait(line, deadline, timeout)
+
+    def _put(self, line: _Line, item: T, packed: Packed) -> None:
+        """Write an item."""
+        link = self._link
+        if len(packed.body) > MAX_BODY:
+            size = f"{len(packed.body)} bytes pickled"
+            raise InvalidInputError("item", size, f"at most {MAX_BODY}", "send it in parts, or as a tensor")
+        if self._is_waiting:
+            self._take_back(line)
+        if link.kept:
+            self._seat.take_in(line.poll())
+        if link.gone is not None:
+            raise self._refused()
+        frame = link.item(item, packed.body, packed.is_by_reference, len(packed.descriptors))
+        line.write(frame, packed.descriptors)
 
     def _wait(self, line: _Line, deadline: float | None, timeout: float | None) -> None:
         link = self._link

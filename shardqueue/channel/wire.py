@@ -9,6 +9,7 @@ broker, read and written by nobody else.
 from __future__ import annotations
 
 import array
+import ctypes
 import errno
 import io
 import os
@@ -27,7 +28,7 @@ from shardqueue.channel.forwarding import raised_by
 from shardqueue.errors import SenderError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 HEAD = struct.Struct("<IBBBxQ")
 MAX_BODY = (1 << 32) - 1
@@ -206,16 +207,19 @@ _arriving = threading.local()
 
 
 class _Pickler(ForkingPickler):
-    """Pickles as `torch.multiprocessing` does, but for shared memory that a file descriptor stands for.
+    """Pickles as `torch.multiprocessing` does, but for the memory of tensors on the CPU.
 
-    Torch's reducer hands the descriptor to a thread of this process that waits for the receiver to fetch it. Here it
-    goes to the collector instead, and travels with the item.
+    Torch moves a tensor into shared memory and hands its descriptor to a thread of this process, which waits for the
+    receiver to fetch it. Here the memory is copied into a file of its own, which has no name and no limit but the
+    machine's, by one system call, and the descriptor travels with the item; a little is pickled as it is. What is
+    shared memory already is not copied: its own descriptor goes, which torch's reducer gives to the collector.
     """
 
     def __init__(self, file: io.BytesIO, room: int) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self._room = room
         self._collector = _Collector()
+        self.owned: list[int] = []
         self.by_reference = False
 
     @property
@@ -223,25 +227,58 @@ class _Pickler(ForkingPickler):
         return tuple(self._collector.descriptors)
 
     def reducer_override(self, obj: Any) -> Any:
-        reducer = self._extra_reducers.get(type(obj))  # type: ignore[attr-defined]
+        kind = type(obj)
+        reducer = self._extra_reducers.get(kind)  # type: ignore[attr-defined]
         if reducer is None:
             return NotImplemented
-        if not type(obj).__module__.startswith("torch"):
+        if not kind.__module__.startswith("torch"):
             self.by_reference = True
             return NotImplemented
-        before = len(self._collector.descriptors)
-        if before < self._room:
-            set_spawning_popen(cast("Any", self._collector))
-            try:
-                reduced = reducer(obj)
-            finally:
-                set_spawning_popen(None)
-        else:
-            reduced = reducer(obj)
-        is_storage = type(obj).__name__ == "UntypedStorage"
-        if len(self._collector.descriptors) == before and (is_storage or _is_on_device(obj)):
+        if kind.__name__ != "UntypedStorage":
+            self.by_reference = self.by_reference or _is_on_device(obj)
+            return reducer(obj)
+        return self._storage(obj, reducer)
+
+    def _storage(self, storage: Any, reducer: Callable[[Any], Any]) -> Any:
+        is_on_cpu, size = storage.device.type == "cpu", storage.nbytes()
+        if is_on_cpu and size == 0:
+            return reducer(storage)
+        is_private = is_on_cpu and not storage.is_shared()
+        if is_private and size <= _LITTLE:
+            return _little, (ctypes.string_at(storage.data_ptr(), size),)
+        if not is_on_cpu or len(self._collector.descriptors) >= self._room or _are_names_wanted():
             self.by_reference = True
-        return reduced
+            return reducer(storage)
+        if is_private and hasattr(os, "memfd_create"):
+            return self._copied(storage, size)
+        set_spawning_popen(cast("Any", self._collector))
+        try:
+            return reducer(storage)
+        finally:
+            set_spawning_popen(None)
+
+    def _copied(self, storage: Any, size: int) -> Any:
+        from torch.multiprocessing.reductions import rebuild_storage_fd
+
+        descriptor = os.memfd_create("shardqueue")
+        self.owned.append(descriptor)
+        memory = memoryview((ctypes.c_char * size).from_address(storage.data_ptr())).cast("B")
+        at = 0
+        while at < size:
+            at += os.write(descriptor, memory[at:])
+        place = _Place(self._collector.duplicate_for_child(descriptor))
+        return rebuild_storage_fd, (type(storage), place, size)
+
+
+_LITTLE = 4096
+"""Bytes of memory that are pickled as they are."""
+
+
+def _little(memory: bytes) -> Any:
+    """Return a storage of its own."""
+    import torch
+
+    return torch.frombuffer(bytearray(memory), dtype=torch.uint8).untyped_storage()
 
 
 def _is_on_device(obj: Any) -> bool:
@@ -251,28 +288,47 @@ def _is_on_device(obj: Any) -> bool:
     return isinstance(obj, torch.Tensor) and obj.device.type != "cpu"
 
 
+def _are_names_wanted() -> bool:
+    """Whether torch is to share memory under names, because descriptors are scarce."""
+    import torch.multiprocessing
+
+    strategy = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
+    return bool(strategy != "file_descriptor")
+
+
 class Packed(NamedTuple):
     """An item as it travels.
 
     Attributes:
         body: pickled.
         is_by_reference: some of its memory stays its sender's.
-        descriptors: of shared memory that goes with it; the item's own, so it must live until they are sent.
+        descriptors: of shared memory that goes with it.
+        owned: those of them that nobody else closes.
     """
 
     body: bytes
-    is_by_reference: bool
-    descriptors: tuple[int, ...]
+    is_by_reference: bool = False
+    descriptors: tuple[int, ...] = ()
+    owned: tuple[int, ...] = ()
+
+    def close(self) -> None:
+        """The item has been sent, or is not going to be."""
+        for descriptor in self.owned:
+            os.close(descriptor)
 
 
 def dumps(item: object, room: int = 0) -> Packed:
-    """Return an item as it travels, with `room` file descriptors at most."""
+    """Return an item as it travels, with `room` file descriptors at most; close it when it was sent."""
     if type(item) in _PLAIN:
-        return Packed(pickle.dumps(item, pickle.HIGHEST_PROTOCOL), False, ())
+        return Packed(pickle.dumps(item, pickle.HIGHEST_PROTOCOL))
     buffer = io.BytesIO()
     pickler = _Pickler(buffer, room)
-    pickler.dump(item)
-    return Packed(buffer.getvalue(), pickler.by_reference, pickler.descriptors)
+    try:
+        pickler.dump(item)
+    except BaseException:
+        Packed(b"", owned=tuple(pickler.owned)).close()
+        raise
+    return Packed(buffer.getvalue(), pickler.by_reference, pickler.descriptors, tuple(pickler.owned))
 
 
 def loads(body: bytes, descriptors: tuple[int, ...] = ()) -> Any:
