@@ -522,7 +522,7 @@ def test_a_tensor_is_copied_unless_it_is_in_shared_memory_already() -> None:
     halves = torch.zeros(3000)
     with channel.sender() as sender, channel.receiver() as receiver:
         sender.send((private, shared, halves[:1500], halves[1500:]))
-        assert not private.is_shared()
+        assert not private.is_shared()  # type: ignore[no-untyped-call]
         for tensor in (private, shared, halves):
             tensor.fill_(7)
         copy, same, first, second = receiver.receive()
