@@ -603,6 +603,8 @@ def test_an_interruption_while_giving_up_is_mended_by_the_next_call(item: object
         assert receiver.receive(timeout=0) == 2
         assert receiver.receive(timeout=0) == 3
         sender.send(4)
+        with pytest.raises(ChannelFullError):
+            sender.send(5, timeout=0.001)
         sender.close()
         assert list(receiver) == [4]
         assert hub.report().sent == hub.report().received == 4
