@@ -481,7 +481,8 @@ class SenderClient(Client):
         self.offered = memory.item
         body = self.world.dumps(self, link.next if by_reference else None, memory)
         descriptors = self.world.descriptors()
-        self.write(link.item(memory, body, by_reference, len(descriptors)), descriptors)
+        self.write(link.item(body, by_reference, len(descriptors)), descriptors)
+        link.count(memory, by_reference)
         if link.is_taken:
             return
         self._is_waiting = is_in_time = True

@@ -24,6 +24,7 @@ from shardqueue.channel.wire import (
     ANSWER,
     BY_REFERENCE,
     DROPPED,
+    IN_FILE,
     RETURNED,
     Frame,
     Kind,
@@ -95,6 +96,7 @@ class Parcel:
     body: bytes
     by_reference: bool
     descriptors: tuple[int, ...] = ()
+    flags: int = 0
     is_lost: bool = False
 
 
@@ -186,11 +188,12 @@ class Exchange:
                 self.free.extend(frame.descriptors)
                 return
             self.free.extend(parcel.descriptors)
-            parcel.body, parcel.descriptors = frame.body, frame.descriptors
+            parcel.body, parcel.descriptors, parcel.flags = frame.body, frame.descriptors, frame.flags
             self._deliver_again([parcel], now)
             self.queue.held -= 1
             return
-        parcel = Parcel(port, frame.number, frame.body, bool(frame.flags & BY_REFERENCE), frame.descriptors)
+        is_by_reference = bool(frame.flags & BY_REFERENCE)
+        parcel = Parcel(port, frame.number, frame.body, is_by_reference, frame.descriptors, frame.flags)
         was_promised = frame.number < port.limit
         self.queue.reserved -= was_promised
         answer = self.queue.offer(port.end, parcel, now, promised=was_promised)
@@ -235,6 +238,8 @@ class Exchange:
 
     def _ask(self, port: Port, done: int, now: float) -> None:
         self._done(port, done)
+        if port.end.since is not None:
+            return  # it asks again after an interruption
         elapsed = now - port.at
         if elapsed < QUICK:
             port.ahead = min(AHEAD, 2 * port.ahead + 1)
@@ -262,7 +267,7 @@ class Exchange:
 
     def _give(self, port: Port, parcel: Parcel, now: float, flags: int = ANSWER) -> None:
         port.at = now
-        flags |= BY_REFERENCE if parcel.by_reference else 0
+        flags |= parcel.flags & (BY_REFERENCE | IN_FILE)
         port.say(Kind.ITEM, port.done + len(port.given), parcel.body, flags, parcel.descriptors)
         port.given.append(parcel)
         self._hold(port)

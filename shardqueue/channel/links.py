@@ -45,14 +45,17 @@ class SenderLink:
         self.refusal = ""
         self.is_released = False
 
-    def item(self, item: object, body: bytes, is_by_reference: bool, count: int = 0) -> bytes:
-        """Return the frame of the next item, with which `count` file descriptors go."""
-        number = self.next
-        self.next += 1
-        self.is_withdrawn = self.is_refused = False
+    def item(self, body: bytes, is_by_reference: bool, count: int = 0, flags: int = 0) -> bytes:
+        """Return the frame of the next item, with which `count` file descriptors go; `count` the item then."""
+        flags |= BY_REFERENCE if is_by_reference else 0
+        return encode(Kind.ITEM, self.next, body, flags, count)
+
+    def count(self, item: object, is_by_reference: bool) -> None:
+        """The next item is on its way."""
         if is_by_reference:
-            self.kept[number] = item
-        return encode(Kind.ITEM, number, body, BY_REFERENCE if is_by_reference else 0, count)
+            self.kept[self.next] = item
+        self.is_withdrawn = self.is_refused = False
+        self.next += 1
 
     @property
     def is_taken(self) -> bool:
@@ -72,9 +75,9 @@ class SenderLink:
         self.kept.pop(self.next, None)
         return False
 
-    def repeated(self, number: int, body: bytes, count: int = 0) -> bytes:
+    def repeated(self, number: int, body: bytes, flags: int = 0) -> bytes:
         """Return the answer to AGAIN."""
-        return encode(Kind.ITEM, number, body, BY_REFERENCE | RETURNED, count)
+        return encode(Kind.ITEM, number, body, flags | BY_REFERENCE | RETURNED)
 
     def told(self, frame: Frame) -> None:
         """Take in what the broker says."""
@@ -145,8 +148,10 @@ class ReceiverLink:
 
     def take(self) -> Frame:
         """Return the next item that came; the program has it."""
-        self.handed += 1
-        return self.ready.popleft()
+        frame = self.ready[0]
+        self.handed = frame.number + 1
+        self.ready.popleft()
+        return frame
 
     def told(self, frame: Frame) -> None:
         """Take in what the broker says."""

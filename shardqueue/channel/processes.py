@@ -1,18 +1,22 @@
 """Ends for processes: a socket to the broker, and what `links` knows around it.
 
-What an end writes is whole even if the program is interrupted: the rest is written first the next time. An end that
-is waiting when it is interrupted or runs out of time takes its wish back, and hears from the broker whether it was
-granted in the meantime.
+A call may be interrupted by a signal's handler that raises. An end that was waiting takes its wish back at the next
+call, and hears from the broker whether it was granted in the meantime. An end that was interrupted in the middle of a
+read or a write says so and is of no more use.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import select
 import socket
 import struct
 import threading
 import time
+from collections import deque
 from contextlib import suppress
+from functools import partial
 from multiprocessing import util
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import DupFd
@@ -24,11 +28,13 @@ from shardqueue.channel.forwarding import forwardable
 from shardqueue.channel.links import ReceiverLink, SenderLink
 from shardqueue.channel.wire import (
     BY_REFERENCE,
+    IN_FILE,
     MAX_BODY,
     Frame,
     Frames,
     Kind,
     Packed,
+    close_all,
     dump_error,
     dumps,
     encode,
@@ -48,7 +54,7 @@ from shardqueue.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
 T = TypeVar("T")
 HELLO = struct.Struct("<I")
@@ -61,12 +67,25 @@ _DROP, _LINGER = 6, 5
 
 
 class _Line:
-    """A stream of frames to the broker and from it."""
+    """A stream of frames to the broker and from it.
+
+    A signal's handler may raise between any two steps. Waiting is done in `poll`, where that does no harm; where it
+    would leave unknown what was written or read, the line is `is_in_doubt`, and of no more use.
+
+    Attributes:
+        is_in_doubt: something was begun that must be finished, or was interrupted.
+        is_cut: the broker no longer reads.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
         self._socket = sock
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
         self._frames = Frames()
-        self._unsent: bytes | memoryview = b""
+        self._pending: deque[tuple[memoryview, tuple[int, ...]]] = deque()
+        self.is_in_doubt = False
+        self.is_cut = False
 
     @classmethod
     def open(cls, ticket: socket.socket) -> _Line:
@@ -83,63 +102,92 @@ class _Line:
             ticket.close()
         return cls(here)
 
-    def write(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
-        """Write a frame, if it is one; with it may go file descriptors."""
-        if not data:
-            return
-        try:
-            if descriptors:
-                self._rest()
-                self._unsent = memoryview(data)[socket.send_fds(self._socket, [data], descriptors) :]
-            elif self._unsent:
-                self._unsent = bytes(self._unsent) + data
-            else:
-                self._unsent = memoryview(data)[self._socket.send(data) :]
-            if self._unsent:
-                self._rest()
-        except (BrokenPipeError, ConnectionResetError):
-            # The broker may have said why, before it went.
-            self._unsent = b""
+    def write(self, data: bytes, descriptors: tuple[int, ...] = ()) -> None:
+        """Write a frame, if it is one, with its file descriptors, which are closed then."""
+        self.put(data, descriptors)
+        self.flush()
 
-    def _rest(self) -> None:
-        while self._unsent:
-            self._unsent = self._unsent[self._socket.send(self._unsent) :]
+    def put(self, data: bytes, descriptors: tuple[int, ...] = ()) -> None:
+        """Have a frame written by the next `flush`."""
+        if data:
+            self._pending.append((memoryview(data), descriptors))
 
-    def read(self, deadline: float | None) -> list[Frame] | None:
-        """Return the frames that come next, which may be none yet; None when the time is over.
+    def flush(self) -> None:
+        """Write what is to be written."""
+        while self._pending and not self.is_cut:
+            self.is_in_doubt = True
+            try:
+                self._write()
+            except BlockingIOError:
+                self.is_in_doubt = False
+                writable = select.poll()
+                writable.register(self._socket, select.POLLOUT)
+                writable.poll()
+            except OSError:
+                self.is_cut = True  # the broker may have said why, before it went
+            self.is_in_doubt = False
+
+    def _write(self) -> None:
+        data, descriptors = self._pending[0]
+        if descriptors:
+            sent = socket.send_fds(self._socket, [data], list(descriptors))
+            close_all(descriptors)
+        else:
+            sent = self._socket.send(data)
+        if sent < len(data):
+            self._pending[0] = (data[sent:], ())
+        else:
+            self._pending.popleft()
+
+    def read(self, deadline: float | None, take_in: Callable[[Frame], None]) -> bool:
+        """Take in the frames that have come, waiting for some; return False when the time is over.
 
         Raises:
             BrokerGoneError: the broker is gone.
         """
-        if deadline is not None:
-            left = deadline - time.monotonic()
+        while not self.poll(take_in):
+            left = _LONGEST if deadline is None else min(_LONGEST, deadline - time.monotonic())
             if left <= 0:
-                return None
-            self._socket.settimeout(min(left, _LONGEST))
+                return False
+            self._poll.poll(left * 1000)
+        return True
+
+    def poll(self, take_in: Callable[[Frame], None]) -> bool:
+        """Take in the frames that have come; return whether anything has.
+
+        Raises:
+            BrokerGoneError: the broker is gone.
+        """
+        self.is_in_doubt = True
         try:
             data, descriptors = receive(self._socket, _CHUNK)
-        except TimeoutError:
-            return []
-        except ConnectionError:
+        except BlockingIOError:
+            self.is_in_doubt = False
+            return False
+        except OSError as error:
+            self.is_in_doubt = False
+            if error.errno == errno.EMFILE:
+                raise
             data, descriptors = b"", []
-        finally:
-            if deadline is not None:
-                self._socket.settimeout(None)
+        for frame in self._frames.feed(data, descriptors):
+            take_in(frame)
+        self.is_in_doubt = False
         if not data:
             raise BrokerGoneError(_GONE)
-        return list(self._frames.feed(data, descriptors))
+        return True
 
-    def poll(self) -> list[Frame]:
-        """Return the frames that have come."""
-        try:
-            data, descriptors = receive(self._socket, _CHUNK, socket.MSG_DONTWAIT)
-        except OSError:
-            return []
-        return list(self._frames.feed(data, descriptors))
+    def wake(self) -> None:
+        """Have a thread that reads find the end."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RD)
 
     def close(self) -> None:
         """Hang up; what was written arrives."""
         self._socket.close()
+        for _, descriptors in self._pending:
+            close_all(descriptors)
+        self._pending.clear()
+        close_all(self._frames.rest())
 
 
 _GONE = "the process that made the channel is gone, or its broker failed; no item can be moved"
@@ -154,28 +202,28 @@ class _Seat:
         self.is_used = False
         self.is_closed = False
 
-    def take_in(self, frames: list[Frame]) -> None:
-        """Take in what the broker says, and do what it asks for."""
-        link = self.link
-        for frame in frames:
-            link.told(frame)
-        if isinstance(link, SenderLink) and link.again:
-            self._repeat(link)
-
-    def _repeat(self, link: SenderLink) -> None:
+    def read(self, deadline: float | None) -> bool:
+        """Take in what the broker says, and do what it asks for; return False when the time is over."""
         assert self.line is not None
-        numbers, link.again = link.again, []
-        for number in numbers:
+        is_in_time = self.line.read(deadline, self.link.told)
+        self.repeat()
+        return is_in_time
+
+    def repeat(self) -> None:
+        """Send again what is asked for again."""
+        link = self.link
+        while isinstance(link, SenderLink) and link.again and self.line is not None:
+            number = link.again.pop()
             if number in link.kept:
                 packed = dumps(link.kept[number])
-                self.line.write(link.repeated(number, packed.body))
+                self.line.write(link.repeated(number, packed.body, packed.flags))
 
     def drop(self) -> None:
         """Nobody closed the end; the memory of what it sent is kept until the process ends."""
         if self.line is None or self.is_closed:
             return
         self.is_closed = True
-        if not self.is_used:
+        if not self.is_used or self.line.is_in_doubt:
             self.line.close()  # others may have been passed the same end
             return
         self.line.write(self.link.close(is_dropped=True))
@@ -189,9 +237,7 @@ class _Seat:
         assert self.line is not None
         try:
             while isinstance(self.link, SenderLink) and self.link.kept and not self.link.is_released:
-                frames = self.line.read(None)
-                assert frames is not None
-                self.take_in(frames)
+                self.read(None)
         finally:
             self.line.close()
 
@@ -245,7 +291,8 @@ class _ProcessEnd:
         self._room = room
         self._seat = _Seat(link)
         self._why = ""
-        self._mutex = threading.Lock()
+        self._mutex = threading.RLock()
+        self._is_leaving = False
         self._drops: Any = None
         forks.ends.add(self)
 
@@ -268,7 +315,7 @@ class _ProcessEnd:
 
     def forked(self) -> None:
         """See `forks.Inherited`."""
-        self._mutex = threading.Lock()
+        self._mutex = threading.RLock()
         self._tell = None
         if self._seat.line is not None and not self._seat.is_closed:
             self._seat.line.close()
@@ -303,16 +350,28 @@ class _ProcessEnd:
         line = self._seat.line
         if self._seat.is_closed:
             raise ClosedError(self._why or f"{self.name} is closed; clone() an end while it is open")
+        if line is not None and line.is_in_doubt:
+            self._why = _IN_DOUBT.format(self.name)
+            self._hang_up()
+            raise ClosedError(self._why)
         if self._seat.is_used and line is not None:
             return line
         if line is None and self._ticket is not None:
             self._open()
             line = self._seat.line
         if line is None:
-            raise ClosedError(self._why)
-        line.write(encode(Kind.ATTACH))
+            raise ClosedError(self._why or f"{self.name} was interrupted while it was opened")
+        self._say(line, lambda: encode(Kind.ATTACH))
         self._seat.is_used = True
         return line
+
+    @staticmethod
+    def _say(line: _Line, make: Callable[[], bytes]) -> None:
+        """Write a frame whose making changes what is known of the line: both, or the line is in doubt."""
+        line.is_in_doubt = True
+        line.put(make())
+        line.is_in_doubt = False
+        line.flush()
 
     def _turned_away(self) -> ClosedError:
         """The broker says that the end is somebody else's."""
@@ -324,25 +383,37 @@ class _ProcessEnd:
         self._seat.is_closed = True
         if isinstance(self._seat.link, ReceiverLink):
             for frame in self._seat.link.ready:  # they are another receiver's now
-                _close_all(frame.descriptors)
+                close_all(frame.descriptors)
         if self._drops is not None:
             self._drops.cancel()
         if self._seat.line is not None:
             self._seat.line.close()
 
-    def _hear(self, line: _Line, deadline: float | None) -> bool:
+    def _hear(self, deadline: float | None) -> bool:
         """Take in what comes next; return False when the time is over."""
         try:
-            frames = line.read(deadline)
+            is_in_time = self._seat.read(deadline)
         except OSError:
+            if self._is_leaving or self._seat.is_closed:
+                raise ClosedError(f"{self.name} was closed while it waited") from None
             self._hang_up()
             raise
-        if frames is None:
-            return False
-        self._seat.take_in(frames)
         if self._seat.link.refusal:
             raise self._turned_away()
-        return True
+        return is_in_time
+
+    def _hear_why(self) -> None:
+        """The broker no longer reads: say why."""
+        while True:
+            self._hear(None)
+
+    def _enter(self) -> None:
+        """Take the mutex to close; a thread that waits inside is told."""
+        if not self._mutex.acquire(blocking=False):
+            self._is_leaving = True
+            if self._seat.line is not None:
+                self._seat.line.wake()
+            self._mutex.acquire()
 
     def _clone(self) -> socket.socket:
         """Return the ticket of a new end."""
@@ -350,8 +421,7 @@ class _ProcessEnd:
             line = self._use()
             with forks.making:
                 here, there = socket.socketpair()
-            line.write(encode(Kind.CLONE, count=1), [there.fileno()])
-            there.close()
+            line.write(encode(Kind.CLONE, count=1), (there.detach(),))
             return here
 
     def __del__(self) -> None:
@@ -369,9 +439,10 @@ def _arrived(
     return end
 
 
-def _close_all(descriptors: tuple[int, ...]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
+_IN_DOUBT = (
+    "{} was interrupted in the middle of reading or writing, and nobody knows how much of it was done; it cannot go "
+    "on and counts as killed. Go on with another end, such as a clone() made before"
+)
 
 
 def _deadline(timeout: float | None) -> float | None:
@@ -392,35 +463,47 @@ class ProcessSender(_ProcessEnd, Sender[T]):
         """See `Sender.send`."""
         deadline = _deadline(timeout)
         with self._mutex:
-            line, link = self._use(), self._link
+            line = self._use()
+            if self._is_waiting:
+                self._take_back(line)
             packed = dumps(item, self._room)
             try:
-                self._put(line, item, packed)
-            finally:
-                packed.close()
-            if not link.is_taken:
+                self._check(line, packed)
+            except BaseException:
+                close_all(packed.descriptors)
+                raise
+            self._say_item(line, item, packed)
+            if line.is_cut:
+                self._hear_why()
+            if self._is_waiting:
                 self._wait(line, deadline, timeout)
 
-    def _put(self, line: _Line, item: T, packed: Packed) -> None:
-        """Write an item."""
-        link = self._link
+    def _check(self, line: _Line, packed: Packed) -> None:
+        """Raise when the item must not be sent."""
         if len(packed.body) > MAX_BODY:
             size = f"{len(packed.body)} bytes pickled"
             raise InvalidInputError("item", size, f"at most {MAX_BODY}", "send it in parts, or as a tensor")
-        if self._is_waiting:
-            self._take_back(line)
-        if link.kept:
-            self._seat.take_in(line.poll())
-        if link.gone is not None:
+        if self._link.kept:
+            line.poll(self._link.told)
+            self._seat.repeat()
+        if self._link.gone is not None:
             raise self._refused()
-        frame = link.item(item, packed.body, packed.is_by_reference, len(packed.descriptors))
-        line.write(frame, packed.descriptors)
+
+    def _say_item(self, line: _Line, item: T, packed: Packed) -> None:
+        link = self._link
+        line.is_in_doubt = True
+        frame = link.item(packed.body, packed.is_by_reference, len(packed.descriptors), packed.flags)
+        line.put(frame, packed.descriptors)
+        link.count(item, packed.is_by_reference)
+        self._is_waiting = not link.is_taken
+        line.is_in_doubt = False
+        line.flush()
 
     def _wait(self, line: _Line, deadline: float | None, timeout: float | None) -> None:
         link = self._link
-        self._is_waiting = is_in_time = True
+        is_in_time = True
         while is_in_time and not link.is_answered:
-            is_in_time = self._hear(line, deadline)
+            is_in_time = self._hear(deadline)
         if is_in_time:
             self._is_waiting = False
             is_taken = link.settle()
@@ -431,16 +514,16 @@ class ProcessSender(_ProcessEnd, Sender[T]):
         if link.gone is not None:
             raise self._refused()
         raise ChannelFullError(
-            f"no room for the item within {timeout} s: the channel is full, and the receivers are slower; it was not "
-            "sent"
+            f"no room for the item within {timeout} s: the channel is full, and the receivers are slower or not "
+            "there yet; it was not sent"
         )
 
     def _take_back(self, line: _Line) -> bool:
         """The last item is no longer offered; return whether it has been taken in the meantime."""
         link = self._link
-        line.write(link.withdraw())
+        self._say(line, link.withdraw)
         while not (link.is_refused or link.is_answered):
-            self._hear(line, None)
+            self._hear(None)
         self._is_waiting = False
         return link.settle()
 
@@ -459,14 +542,23 @@ class ProcessSender(_ProcessEnd, Sender[T]):
 
     def close(self, error: BaseException | None = None) -> None:
         """See `Sender.close`."""
-        with self._mutex:
-            if self._seat.is_closed or self._why:
-                return
-            line = self._use()
-            body = b"" if error is None else dump_error(forwardable(error, self.name), self.name)
-            line.write(self._link.close(body))
-            self._seat.is_closed = True
-            self._drops.cancel()
+        self._enter()
+        try:
+            self._close(error)
+        finally:
+            self._mutex.release()
+
+    def _close(self, error: BaseException | None) -> None:
+        if self._seat.is_closed or self._why:
+            return
+        body = b"" if error is None else dump_error(forwardable(error, self.name), self.name)
+        line = self._use()
+        self._say(line, lambda: self._link.close(body))
+        self._seat.is_closed = True
+        self._drops.cancel()
+        if line.is_cut:
+            self._hear_why()
+        with suppress(*([BrokerGoneError] if self._is_leaving else [])):
             self._seat.linger()
 
     def __enter__(self) -> Self:
@@ -503,9 +595,9 @@ class ProcessReceiver(_ProcessEnd, Receiver[T]):
                 raise self._over(link.over or b"")
             frame = link.take()
             try:
-                return loads(frame.body, frame.descriptors)
+                return loads(frame.body, frame.descriptors, bool(frame.flags & IN_FILE))
             except Exception as error:
-                line.write(encode(Kind.UNREADABLE, frame.number))
+                self._say(line, partial(encode, Kind.UNREADABLE, frame.number))
                 if not (frame.flags & BY_REFERENCE and isinstance(error, _DEAD_SENDER)):
                     raise
         return _NOTHING
@@ -515,14 +607,14 @@ class ProcessReceiver(_ProcessEnd, Receiver[T]):
         link = self._link
         while True:
             if not link.is_asked:
-                line.write(link.ask())
+                self._say(line, link.ask)
             is_in_time = True
             while link.is_asked:
-                if is_in_time and not self._hear(line, deadline):
+                if is_in_time and not self._hear(deadline):
                     is_in_time = False
-                    line.write(link.withdraw())
+                    self._say(line, link.withdraw)
                 elif not is_in_time:
-                    self._hear(line, None)
+                    self._hear(None)
             if not (link.is_refused and is_in_time):
                 return not link.is_refused
             # The answer to a wish that was taken back before, in a call that was interrupted: ask again.
@@ -538,11 +630,13 @@ class ProcessReceiver(_ProcessEnd, Receiver[T]):
 
     def close(self) -> None:
         """See `Receiver.close`."""
-        with self._mutex:
-            if self._seat.is_closed or self._why:
-                return
-            self._use().write(self._link.close())
-            self._hang_up()
+        self._enter()
+        try:
+            if not (self._seat.is_closed or self._why):
+                self._say(self._use(), self._link.close)
+                self._hang_up()
+        finally:
+            self._mutex.release()
 
     def __enter__(self) -> Self:
         with self._mutex:

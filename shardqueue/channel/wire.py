@@ -12,6 +12,7 @@ import array
 import ctypes
 import errno
 import io
+import mmap
 import os
 import pickle
 import socket
@@ -103,6 +104,8 @@ def decode_numbers(body: bytes) -> list[int]:
     return [number for (number,) in _NUMBERS.iter_unpack(body)]
 
 
+IN_FILE = 16
+"""Flag of an item: its body says where in one of its files it is."""
 ANSWER = 8
 """Flag of an item: with it the answer to ASK is complete; items without it are followed by another."""
 _SECONDS = struct.Struct("<d")
@@ -185,8 +188,7 @@ class _Place:
 
     def detach(self) -> int:
         """Return the descriptor, which is now the caller's."""
-        descriptor: int = _arriving.descriptors.pop(self.place)
-        return descriptor
+        return os.dup(_arriving.descriptors[self.place])
 
 
 class _Collector:
@@ -198,8 +200,8 @@ class _Collector:
         self.descriptors: list[int] = []
 
     def duplicate_for_child(self, descriptor: int) -> int:
-        """Return the place of a descriptor."""
-        self.descriptors.append(descriptor)
+        """Return the place of a descriptor. It is duplicated: its tensor may be gone before it is sent."""
+        self.descriptors.append(os.dup(descriptor))
         return len(self.descriptors) - 1
 
 
@@ -210,21 +212,21 @@ class _Pickler(ForkingPickler):
     """Pickles as `torch.multiprocessing` does, but for the memory of tensors on the CPU.
 
     Torch moves a tensor into shared memory and hands its descriptor to a thread of this process, which waits for the
-    receiver to fetch it. Here the memory is copied into a file of its own, which has no name and no limit but the
-    machine's, by one system call, and the descriptor travels with the item; a little is pickled as it is. What is
-    shared memory already is not copied: its own descriptor goes, which torch's reducer gives to the collector.
+    receiver to fetch it. Here the memory of all tensors of an item is copied into one file, which has no name and no
+    limit but the machine's, and whose descriptor travels with the item; a little is pickled as it is, and everything
+    where there is no room for a descriptor. What is shared memory already is not copied: its own descriptor goes,
+    which torch's reducer gives to the collector.
     """
 
-    def __init__(self, file: io.BytesIO, room: int) -> None:
-        super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self._room = room
-        self._collector = _Collector()
-        self.owned: list[int] = []
+    def __init__(self, room: int) -> None:
+        self.body = io.BytesIO()
+        super().__init__(self.body, pickle.HIGHEST_PROTOCOL)
+        self.collector = _Collector()
         self.by_reference = False
-
-    @property
-    def descriptors(self) -> tuple[int, ...]:
-        return tuple(self._collector.descriptors)
+        self._room = room if hasattr(os, "memfd_create") else 0
+        self._file: int | None = None
+        self._place = 0
+        self._size = 0
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
@@ -243,42 +245,74 @@ class _Pickler(ForkingPickler):
         is_on_cpu, size = storage.device.type == "cpu", storage.nbytes()
         if is_on_cpu and size == 0:
             return reducer(storage)
-        is_private = is_on_cpu and not storage.is_shared()
-        if is_private and size <= _LITTLE:
-            return _little, (ctypes.string_at(storage.data_ptr(), size),)
-        if not is_on_cpu or len(self._collector.descriptors) >= self._room or _are_names_wanted():
+        if not is_on_cpu or _are_names_wanted():
             self.by_reference = True
             return reducer(storage)
-        if is_private and hasattr(os, "memfd_create"):
+        if not storage.is_shared():
             return self._copied(storage, size)
-        set_spawning_popen(cast("Any", self._collector))
+        if len(self.collector.descriptors) >= self._room:
+            self.by_reference = True
+            return reducer(storage)
+        set_spawning_popen(cast("Any", self.collector))
         try:
             return reducer(storage)
         finally:
             set_spawning_popen(None)
 
     def _copied(self, storage: Any, size: int) -> Any:
-        from torch.multiprocessing.reductions import rebuild_storage_fd
+        if size <= _LITTLE or (self._file is None and len(self.collector.descriptors) >= self._room):
+            return _from_bytes, (ctypes.string_at(storage.data_ptr(), size),)
+        at = self.write(memoryview((ctypes.c_char * size).from_address(storage.data_ptr())).cast("B"))
+        return _from_file, (self._place, at, size)
 
-        descriptor = os.memfd_create("shardqueue")
-        self.owned.append(descriptor)
-        memory = memoryview((ctypes.c_char * size).from_address(storage.data_ptr())).cast("B")
-        at = 0
-        while at < size:
-            at += os.write(descriptor, memory[at:])
-        place = _Place(self._collector.duplicate_for_child(descriptor))
-        return rebuild_storage_fd, (type(storage), place, size)
+    def write(self, memory: memoryview) -> int:
+        """Append to the item's file; return where."""
+        if self._file is None:
+            self._file = os.memfd_create("shardqueue")
+            self._place = len(self.collector.descriptors)
+            self.collector.descriptors.append(self._file)
+        at, done = self._size, 0
+        while done < len(memory):
+            done += os.pwrite(self._file, memory[done:], at + done)
+        self._size = -(-(at + done) // _ALIGNED) * _ALIGNED
+        return at
+
+    def pack(self, item: object) -> Packed:
+        """Return the item as it travels."""
+        self.dump(item)
+        with self.body.getbuffer() as body:
+            if len(body) <= _LARGE or (self._file is None and len(self.collector.descriptors) >= self._room):
+                return Packed(bytes(body), self.by_reference, tuple(self.collector.descriptors))
+            where = _IN_FILE.pack(self.write(body), len(body), self._place)
+        return Packed(where, self.by_reference, tuple(self.collector.descriptors), is_in_file=True)
 
 
-_LITTLE = 4096
-"""Bytes of memory that are pickled as they are."""
+_LITTLE, _LARGE = 4096, 1 << 16
+"""Bytes of memory that are pickled as they are; bytes that go through a line and not into a file."""
+_ALIGNED = 64
+_IN_FILE = struct.Struct("<QQQ")
+"""Where a pickled item is: offset, size, and which of its descriptors."""
 
 
-def _little(memory: bytes) -> Any:
+def _from_bytes(memory: bytes) -> Any:
     """Return a storage of its own."""
     import torch
 
     return torch.frombuffer(bytearray(memory), dtype=torch.uint8).untyped_storage()
+
+
+def _from_file(place: int, at: int, size: int) -> Any:
+    """Return a storage in the item's file."""
+    import torch
+
+    return torch.frombuffer(_mapped(place), dtype=torch.uint8, count=size, offset=at).untyped_storage()
+
+
+def _mapped(place: int) -> mmap.mmap:
+    if place not in _arriving.maps:
+        _arriving.maps[place] = mmap.mmap(_arriving.descriptors[place], 0)
+    found: mmap.mmap = _arriving.maps[place]
+    return found
 
 
 def _is_on_device(obj: Any) -> bool:
@@ -300,48 +334,55 @@ class Packed(NamedTuple):
     """An item as it travels.
 
     Attributes:
-        body: pickled.
+        body: pickled, or where it is in the file.
         is_by_reference: some of its memory stays its sender's.
-        descriptors: of shared memory that goes with it.
-        owned: those of them that nobody else closes.
+        descriptors: that go with it; whoever has the item closes them.
+        is_in_file: see body.
     """
 
     body: bytes
     is_by_reference: bool = False
     descriptors: tuple[int, ...] = ()
-    owned: tuple[int, ...] = ()
+    is_in_file: bool = False
 
-    def close(self) -> None:
-        """The item has been sent, or is not going to be."""
-        for descriptor in self.owned:
-            os.close(descriptor)
+    @property
+    def flags(self) -> int:
+        """Of the frame."""
+        return (BY_REFERENCE if self.is_by_reference else 0) | (IN_FILE if self.is_in_file else 0)
 
 
 def dumps(item: object, room: int = 0) -> Packed:
-    """Return an item as it travels, with `room` file descriptors at most; close it when it was sent."""
-    if type(item) in _PLAIN:
+    """Return an item as it travels, with `room` file descriptors at most."""
+    if type(item) in _PLAIN and not (isinstance(item, str | bytes) and len(item) > _LARGE):
         return Packed(pickle.dumps(item, pickle.HIGHEST_PROTOCOL))
-    buffer = io.BytesIO()
-    pickler = _Pickler(buffer, room)
+    pickler = _Pickler(room)
     try:
-        pickler.dump(item)
+        return pickler.pack(item)
     except BaseException:
-        Packed(b"", owned=tuple(pickler.owned)).close()
+        close_all(pickler.collector.descriptors)
         raise
-    return Packed(buffer.getvalue(), pickler.by_reference, pickler.descriptors, tuple(pickler.owned))
 
 
-def loads(body: bytes, descriptors: tuple[int, ...] = ()) -> Any:
+def close_all(descriptors: Iterable[int]) -> None:
+    """Close file descriptors."""
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def loads(body: bytes, descriptors: tuple[int, ...] = (), is_in_file: bool = False) -> Any:
     """Return the item; the descriptors are used up, whatever happens."""
     if not descriptors:
         return pickle.loads(body)
-    _arriving.descriptors = dict(enumerate(descriptors))
+    _arriving.descriptors, _arriving.maps = descriptors, {}
     try:
-        return pickle.loads(body)
+        if not is_in_file:
+            return pickle.loads(body)
+        at, size, place = _IN_FILE.unpack(body)
+        with memoryview(_mapped(place)) as whole, whole[at : at + size] as part:
+            return pickle.loads(part)
     finally:
-        for unused in _arriving.descriptors.values():
-            os.close(unused)
-        _arriving.descriptors = {}
+        close_all(descriptors)
+        _arriving.descriptors, _arriving.maps = (), {}
 
 
 class _Remote(Exception):  # noqa: N818 - shown as the cause of an error, never raised by itself
