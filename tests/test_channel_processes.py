@@ -215,6 +215,38 @@ def test_a_process_that_ends_before_it_uses_its_end(
     assert got == [*range(20), "end"]
 
 
+def use_the_first(pipe: Connection, first: Sender[int], second: Sender[int]) -> None:
+    with first:
+        first.send(os.getpid())
+
+
+def test_a_process_that_leaves_before_it_uses_its_second_end(context: BaseContext, crew: Crew) -> None:
+    channel: Channel[int] = Channel(2, 1, context=context)
+    kept = [channel.sender(), channel.sender()]
+    with pytest.warns(ShardQueueWarning, match="sender 1 was dropped before it was used"):
+        crew.start(context, use_the_first, *kept)
+        with channel.receiver() as receiver:
+            assert list(receiver) == [crew.processes[0].pid]
+        crew.join()
+        _until_over(channel)
+
+
+@pytest.mark.filterwarnings("ignore:sender 0 .*:shardqueue.errors.ShardQueueWarning")
+def test_an_end_that_counts_as_dropped_may_be_passed_on_while_the_stream_lasts(crew: Crew) -> None:
+    context = multiprocessing.get_context("fork")
+    channel: Channel[int] = Channel(2, 1, context=context)
+    sender, other, receiver = channel.sender(), channel.sender(), channel.receiver()
+    crew.start(context, leave, sender)
+    crew.join()
+    while channel.report().senders[0].state != "dropped":
+        pass
+    crew.start(context, produce, sender, 0, 5)
+    crew.join()
+    other.close()
+    with receiver:
+        assert list(receiver) == [0, 1, 2, 3, 4]
+
+
 class Sent:
     """An argument that kills the process which unpickles it: it dies while it starts."""
 
@@ -434,7 +466,7 @@ def send_then_die(pipe: Connection, sender: Sender[Any], strategy: str) -> None:
     with sender:
         sender.send(1)
         sender.send(torch.arange(1000))
-        sender.send(torch.arange(2000))
+        sender.send([torch.arange(2000)] * 17 if strategy == "file_descriptor" else torch.arange(2000))
         sender.send(2)
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -462,7 +494,7 @@ def test_a_killed_senders_memory_is_lost_and_all_else_arrives(crew: Crew, method
         receiver.close()
         _until_over(channel)
     assert sorted(item for item in got if isinstance(item, int)) == [1, 2, 3]
-    assert [len(item) for item in got if not isinstance(item, int)] == [1000, 2000][lost:]
+    assert [len(item) for item in got if not isinstance(item, int)] == [1000, 17][lost:]
 
 
 def take_then_die(pipe: Connection, receiver: Receiver[Any]) -> None:
@@ -586,8 +618,10 @@ def test_no_descriptors_are_left_open() -> None:
         with channel.sender() as sender, channel.receiver() as receiver, channel.receiver() as other:
             sender.send(torch.zeros(2000))
             sender.send((torch.zeros(2000), torch.ones(3000)))
-            with suppress(ChannelFullError):
-                sender.send(torch.zeros(2000), timeout=0)
+            for _ in range(5):
+                shared = torch.zeros(2000).share_memory_()  # type: ignore[no-untyped-call]
+                with suppress(ChannelFullError):
+                    sender.send([torch.zeros(2000), shared], timeout=0)
             assert len(receiver.receive()) == 2000
             other.close()
         _until_over(channel)
@@ -634,6 +668,36 @@ def wait_in_send(_: Connection, sender: Sender[int], pipe: Connection) -> None:
                 sender.send(1)
     except BrokerGoneError as error:
         pipe.send(f"sender: {type(error).__name__}")
+
+
+def test_when_the_maker_dies_a_sender_with_promised_room_gets_an_error(crew: Crew) -> None:
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+
+    def maker() -> None:
+        channel: Channel[int] = Channel(1, 1, 1000, context=context)
+        receiver = channel.receiver()
+        Crew().start(context, send_after, channel.sender(), there, os.getpid())
+        receiver.receive()
+        signal.pause()
+
+    process = _raw_fork(maker)
+    there.close()
+    assert said(here) == ["BrokerGoneError"]
+    os.waitpid(process, 0)
+
+
+def send_after(_: Connection, sender: Sender[int], pipe: Connection, maker: int) -> None:
+    try:
+        with sender:
+            for number in range(200):
+                sender.send(number)
+            os.kill(maker, signal.SIGKILL)
+            while os.getppid() == maker:
+                pass
+            sender.send(200)
+    except BrokerGoneError as error:
+        pipe.send(type(error).__name__)
 
 
 def wait_in_receive(_: Connection, receiver: Receiver[int], pipe: Connection) -> None:

@@ -139,7 +139,8 @@ class Channel(Generic[T]):
                     f"the channel is closed; make its {side}s before, or clone() one that is open"
                 )
             raise ClosedError(
-                f"all {self._declared[side]} {side}s of the channel are taken; declare more, or clone() an open one"
+                f"the channel has {self._declared[side]} {side} ends, and all are taken; declare more, or clone() "
+                "an open one"
             )
         return end
 
@@ -218,4 +219,4 @@ def _forget(hub: Hub[Any] | Broker) -> None:
 def _say(missing: dict[Side, int]) -> None:
     named = " and ".join(f"{count} {side}{'s' * (count > 1)}" for side, count in missing.items() if count)
     if named:
-        warn(f"{named} of a channel were declared and never made; they count as closed")
+        warn(f"{named} of a channel: declared and never made, so they count as closed")

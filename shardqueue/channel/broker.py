@@ -268,7 +268,8 @@ class Broker:
         line.socket.setblocking(False)
         self._expect_no_more(ticket, line.pid)
         ticket.passed.add(line.pid)
-        if ticket.line is not None or not ticket.port.end.open or line.pid in ticket.lines:
+        is_closed = not ticket.port.end.open and not self._exchange.reopen(ticket.port)
+        if ticket.line is not None or is_closed or line.pid in ticket.lines:
             self._turn_away(line)
             return
         ticket.lines[line.pid] = line
@@ -332,18 +333,19 @@ class Broker:
             os.close(sentinel)
 
     def _check(self, now: float) -> None:
-        """An end that nobody uses counts as closed when those that were meant to use it are gone.
+        """An end that nobody uses counts as closed when those that it was passed to are gone.
 
-        A process that uses another end was not meant, it was passed this one by the way. Of several ends that were
-        passed to several processes, each that is gone was meant for one: when there are no more ends without a
-        process than such processes, these ends are theirs. Until then the maker may still pass them on.
+        Of several ends that were passed to several processes, each process that is gone was meant for one: when there
+        are no more ends without a process than such processes, these ends are theirs. A process that uses another end
+        was not meant, it was passed this one by the way. The maker may still pass on what it has kept: an end that is
+        used after all counts again.
         """
         idle = [ticket for ticket in self._tickets.values() if ticket.is_with_nobody and ticket.port.end.open]
         shared = [ticket for ticket in idle if len(ticket.passed) > 1]
         gone = {pid for ticket in shared for pid in ticket.passed} - self._busy
         for ticket in idle:
-            was_meant = len(shared) <= len(gone) if ticket in shared else bool(ticket.passed - self._busy)
-            if ticket.socket is None or was_meant:
+            is_gone = len(shared) <= len(gone) if ticket in shared else bool(ticket.passed)
+            if ticket.socket is None or is_gone:
                 self._exchange.hung_up(ticket.port, now)
 
     def _revoke(self, ticket: _Ticket) -> None:

@@ -89,7 +89,8 @@ class Sender(ABC, Generic[T]):
     def __exit__(
         self, _kind: type[BaseException] | None, error: BaseException | None, _where: TracebackType | None
     ) -> None:
-        self.close(error)
+        # A producer that is a generator, and is closed early, ends in order.
+        self.close(None if isinstance(error, GeneratorExit) else error)
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise ClosedError(_OF_THREADS)

@@ -142,6 +142,14 @@ class Exchange:
         self.ports[end] = Port(end)
         return self.ports[end]
 
+    def reopen(self, port: Port) -> bool:
+        """An end that counted as dropped is used after all; return whether that is still possible."""
+        can = not port.is_attached and self.queue.reopen(port.end)
+        if can:
+            port.is_over = False
+            self.news.append(f"{_who(port)} is used after all; it counts again")
+        return can
+
     def forgo(self, now: float, error: Exception | None = None) -> dict[Side, int]:
         """Declared ends that nobody took count as closed."""
         gone = self.queue.forgo(now, error)

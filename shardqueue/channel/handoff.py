@@ -107,6 +107,7 @@ class Handoff(Generic[T]):
         left: items that nobody is left to receive; drained the same way.
         reserved: room promised to senders for their next items.
         held: items handed out that may yet come back, which the end of the stream waits for.
+        is_told: some receiver knows that the stream is over.
         starved: a receiver was found to starve since this was last cleared.
     """
 
@@ -123,7 +124,7 @@ class Handoff(Generic[T]):
         self.held = 0
         self.lost = 0
         self.redelivered = 0
-        self.starved = False
+        self.starved = self.is_told = False
         self.failure: Exception | None = None
         self.refusal: Exception | None = None
         self._verdict: Exception | None = None
@@ -156,6 +157,14 @@ class Handoff(Generic[T]):
         end = End(side, number, f"{self.name} {side} {number}".lstrip())
         self.ends[side].append(end)
         return end
+
+    def reopen(self, end: End) -> bool:
+        """A dropped end that was never used is used after all; return whether that is still possible."""
+        can = end.state is State.DROPPED and not self.is_told and self.refusal is None
+        if can:
+            end.open, end.state = True, State.OPEN
+            self.open[end.side] += 1
+        return can
 
     def forgo(self, now: float, error: Exception | None = None) -> dict[Side, int]:
         """Declared ends that nobody took count as closed, senders with the error; return how many those were."""
@@ -307,6 +316,7 @@ class Handoff(Generic[T]):
         return not (self.open[Side.SENDER] or self.queue or self.held)
 
     def _over(self) -> Answer:
+        self.is_told = True
         if self._verdict is None:
             return END
         self.failure = self._verdict

@@ -327,7 +327,10 @@ class _ProcessEnd:
     def __reduce__(self) -> tuple[Any, ...]:
         popen = get_spawning_popen()
         if popen is None:
-            raise ClosedError(f"{self.name} travels only in the arguments of a process that is being started")
+            raise ClosedError(
+                f"{self.name} travels only in the arguments of a process that is being started: pass it to Process, "
+                "or in the initargs of a pool"
+            )
         if self._ticket is None:
             raise ClosedError(
                 self._why or f"{self.name} is in use, or was passed to this process; pass a clone() of it on"
@@ -349,7 +352,9 @@ class _ProcessEnd:
         """Return the line, which is this process's from now on; under the mutex."""
         line = self._seat.line
         if self._seat.is_closed:
-            raise ClosedError(self._why or f"{self.name} is closed; clone() an end while it is open")
+            raise ClosedError(
+                self._why or f"{self.name} is closed; an end is used, or cloned, while it is open"
+            )
         if line is not None and line.is_in_doubt:
             self._why = _IN_DOUBT.format(self.name)
             self._hang_up()

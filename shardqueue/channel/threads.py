@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from shardqueue.channel.watch import Watch
 
 T = TypeVar("T")
-ALWAYS = float("-inf")
 _LONGEST = threading.TIMEOUT_MAX
 _NOTHING = object()
 
@@ -91,7 +90,7 @@ class Hub(Generic[T]):
         self.mutex = locks()
         self.due = watch.due
         self._pid = os.getpid()
-        self._actions: deque[Callable[[float], object]] = deque()
+        self.actions: deque[Callable[[float], object]] = deque()
         forks.hubs.add(self)
         self._seats: dict[End, _Seat] = {}
 
@@ -132,8 +131,8 @@ class Hub(Generic[T]):
         """Hold the mutex, and do on leaving what was put off meanwhile."""
         with self.mutex:
             yield
-        if self._actions:
-            self._act()
+        if self.actions:
+            self.act()
 
     def close(self, end: End, state: State = State.CLOSED, error: Exception | None = None) -> None:
         """An end is finished."""
@@ -160,30 +159,29 @@ class Hub(Generic[T]):
 
     def later(self, action: Callable[[float], object]) -> None:
         """Do it to the queue as soon as nobody is inside the mutex: now, or when whoever is inside leaves."""
-        self._actions.append(action)
-        self.due = ALWAYS
-        self._act()
+        self.actions.append(action)
+        self.act()
 
-    def _act(self) -> None:
-        # `due` is set back before the actions are done: one that comes meanwhile sets it again.
+    def act(self) -> None:
+        """Do what was put off, if nobody is inside; whoever is does it on leaving."""
         while self.mutex.acquire(blocking=False):
             try:
-                self.due = self.watch.due
-                while self._actions:
-                    self._actions.popleft()(self.now())
+                while self.actions:
+                    self.actions.popleft()(self.now())
                 self.wake()
                 left = self.queue.left[:]
                 self.queue.left.clear()
             finally:
                 self.mutex.release()
             del left  # outside: what items do when they go is not known
-            if not self._actions:
+            if not self.actions:
                 return
 
     def tidy(self) -> None:
         """Do what was put off, let go of what nobody will receive, report what is due; outside the mutex."""
         self.watch.look(self)
-        self._act()
+        self.due = self.watch.due
+        self.act()
 
     def forked(self) -> None:
         """In the child nobody is at the other ends."""
@@ -230,12 +228,14 @@ class ThreadSender(Sender[T]):
         if self._end.since is not None or self._seat.answer is not _NOTHING:  # an interruption left them so
             _clear(hub, self._end, self._seat)
         now = hub.now()
+        if now >= hub.due:  # before anything is in hand that an interruption could lose
+            hub.tidy()
         with self._mutex:
             answer = self._offer(self._end, item, now, timeout != 0)
             if self._wakes:
                 hub.wake()
-        if now >= hub.due:
-            hub.tidy()
+        if hub.actions:
+            hub.act()
         if answer is not TAKEN:
             self._wait(answer, timeout)
 
@@ -287,12 +287,14 @@ class ThreadReceiver(Receiver[T]):
         if self._end.since is not None or self._seat.answer is not _NOTHING:  # an interruption left them so
             _clear(hub, self._end, self._seat)
         now = hub.now()
+        if now >= hub.due:  # before anything is in hand that an interruption could lose
+            hub.tidy()
         with self._mutex:
             item = self._ask(self._end, now, timeout != 0)
             if self._wakes:
                 hub.wake()
-        if now >= hub.due:
-            hub.tidy()
+        if hub.actions:
+            hub.act()
         if item.__class__ is not Answer:
             return cast("T", item)
         return self._wait(item, timeout)

@@ -76,7 +76,9 @@ class Watch:
         try:
             self.due = FOREVER if channel.queue.is_finished else self._now() + self._every
             self._hook(channel.report())
-        except Exception as error:  # the hook is the program's, and no item may be lost for it
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # the hook is the program's, and nothing may be lost for it
             self.due = FOREVER
             warn(f"on_report raised {type(error).__name__}: {error}; it is not called again")
         finally:
