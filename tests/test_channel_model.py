@@ -23,13 +23,13 @@ import pytest
 from scheduler import ControlledLock, InterruptedWaitError, Scheduler, StuckError
 
 from shardqueue.channel.exchange import Exchange, Port
-from shardqueue.channel.forwarding import forwardable
+from shardqueue.channel.forwarding import dump_error, forwardable, load_error
 from shardqueue.channel.handoff import END, FAILED, REFUSED, TAKEN, WAIT, Answer, End, Handoff
 from shardqueue.channel.links import ReceiverLink, SenderLink
 from shardqueue.channel.report import ChannelReport, EndReport, Side, State, starving
 from shardqueue.channel.threads import Hub
 from shardqueue.channel.watch import Watch
-from shardqueue.channel.wire import BY_REFERENCE, Frame, Frames, Kind, dump_error, encode, load_error
+from shardqueue.channel.wire import BY_REFERENCE, Frame, Frames, Kind, encode
 from shardqueue.errors import (
     ChannelEmptyError,
     ChannelEndedError,

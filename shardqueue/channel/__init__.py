@@ -3,7 +3,10 @@
 Every producer puts, every consumer takes, so nobody starves while there is work, for any N and M. The stream ends for
 a consumer exactly when every producer has finished and every item was handed out.
 
-`handoff` is the counted queue, without I/O; `threads` and `processes` are the two kinds of ends around it.
+`handoff` is the counted queue, without I/O, and all of the policy. Around it, for threads: `threads`. For processes:
+`exchange` (the broker without I/O), `broker` (its thread and sockets), `links` (an end without I/O), `line` and
+`processes` (its socket, and the end itself), `wire` and `packing` (frames, items as bytes), `forks`. `report` and `watch`
+are what is seen of it.
 """
 
 from __future__ import annotations

@@ -28,7 +28,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from shardqueue.channel import forks
-from shardqueue.channel.processes import HELLO, ProcessReceiver, ProcessSender
+from shardqueue.channel.line import HELLO
+from shardqueue.channel.processes import ProcessReceiver, ProcessSender
 from shardqueue.channel.report import ChannelReport, Side
 from shardqueue.channel.watch import Watch, warn
 from shardqueue.channel.wire import Frame, Frames, Kind, encode, receive

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from shardqueue.channel.forwarding import dump_error, error_line
 from shardqueue.channel.handoff import END, FAILED, REFUSED, TAKEN, WAIT, Answer, End, Handoff
 from shardqueue.channel.report import ChannelReport, Side, State
 from shardqueue.channel.wire import (
@@ -29,10 +30,8 @@ from shardqueue.channel.wire import (
     Frame,
     Kind,
     decode_seconds,
-    dump_error,
     encode,
     encode_numbers,
-    error_line,
 )
 from shardqueue.errors import SenderError
 

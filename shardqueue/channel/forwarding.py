@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import queue
+import traceback
 from contextlib import suppress
 
 from shardqueue.errors import ChannelEndedError, SenderError
@@ -37,3 +39,41 @@ def raised_by(error: object) -> str:
     if not isinstance(error, BaseException):
         return shown
     return f"{type(error).__name__}: {shown}" if shown else type(error).__name__
+
+
+class _Remote(Exception):  # noqa: N818 - shown as the cause of an error, never raised by itself
+    """Where an error was raised in another process: its traceback as text."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+def dump_error(error: Exception, sender: str) -> bytes:
+    """Return an error as bytes: in one line, itself where it can be pickled, and its traceback as text."""
+    line = raised_by(error)
+    where = "".join(traceback.format_exception(error)) if error.__traceback__ else ""
+    try:
+        itself = pickle.dumps(error)
+        pickle.loads(itself)
+    except Exception:  # it has no way through a pipe, so its text goes
+        itself = pickle.dumps(SenderError(f"{sender} ended with {line}", sender))
+    return pickle.dumps((line, itself, where))
+
+
+def error_line(body: bytes) -> str:
+    """Return an error's type and message, without making the error."""
+    line, _, _ = pickle.loads(body)
+    return str(line)
+
+
+def load_error(body: bytes) -> Exception:
+    """Return an error from its bytes; its cause tells the traceback in the other process."""
+    line, itself, where = pickle.loads(body)
+    try:
+        error = pickle.loads(itself)
+    except Exception:  # a class this process cannot import
+        error = SenderError(f"a sender ended with {line}")
+    assert isinstance(error, Exception)
+    if where:
+        error.__cause__ = _Remote(where)
+    return error

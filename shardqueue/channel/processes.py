@@ -7,14 +7,10 @@ read or a write says so and is of no more use.
 
 from __future__ import annotations
 
-import errno
 import os
-import select
 import socket
-import struct
 import threading
 import time
-from collections import deque
 from contextlib import suppress
 from functools import partial
 from multiprocessing import util
@@ -24,24 +20,11 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from shardqueue.channel import forks
 from shardqueue.channel.ends import Receiver, Sender, checked_seconds
-from shardqueue.channel.forwarding import forwardable
+from shardqueue.channel.forwarding import dump_error, forwardable, load_error
+from shardqueue.channel.line import Line
 from shardqueue.channel.links import ReceiverLink, SenderLink
-from shardqueue.channel.wire import (
-    BY_REFERENCE,
-    IN_FILE,
-    MAX_BODY,
-    Frame,
-    Frames,
-    Kind,
-    Packed,
-    close_all,
-    dump_error,
-    dumps,
-    encode,
-    load_error,
-    loads,
-    receive,
-)
+from shardqueue.channel.packing import Packed, close_all, dumps, loads
+from shardqueue.channel.wire import BY_REFERENCE, IN_FILE, MAX_BODY, Kind, encode
 from shardqueue.errors import (
     BrokerGoneError,
     ChannelEmptyError,
@@ -57,140 +40,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 T = TypeVar("T")
-HELLO = struct.Struct("<I")
-"""What goes over a ticket, beside the broker's side of a line: the pid of the process that opens it."""
-_CHUNK = 1 << 18
-_LONGEST = 86_400.0
-"""Seconds a socket is asked to wait at a time; it refuses to wait for a month."""
 _DROP, _LINGER = 6, 5
 """Priorities at the end of a process: ends nobody closed are dropped, then what they sent is waited for."""
-
-
-class _Line:
-    """A stream of frames to the broker and from it.
-
-    A signal's handler may raise between any two steps. Waiting is done in `poll`, where that does no harm; where it
-    would leave unknown what was written or read, the line is `is_in_doubt`, and of no more use.
-
-    Attributes:
-        is_in_doubt: something was begun that must be finished, or was interrupted.
-        is_cut: the broker no longer reads.
-    """
-
-    def __init__(self, sock: socket.socket) -> None:
-        sock.setblocking(False)
-        self._socket = sock
-        self._poll = select.poll()
-        self._poll.register(sock, select.POLLIN)
-        self._frames = Frames()
-        self._pending: deque[tuple[memoryview, tuple[int, ...]]] = deque()
-        self.is_in_doubt = False
-        self.is_cut = False
-
-    @classmethod
-    def open(cls, ticket: socket.socket) -> _Line:
-        """Open a line by a ticket, which is closed."""
-        with forks.making:
-            here, there = socket.socketpair()
-        try:
-            socket.send_fds(ticket, [HELLO.pack(os.getpid())], [there.fileno()])
-        except OSError:
-            here.close()
-            raise BrokerGoneError(_GONE) from None
-        finally:
-            there.close()
-            ticket.close()
-        return cls(here)
-
-    def write(self, data: bytes, descriptors: tuple[int, ...] = ()) -> None:
-        """Write a frame, if it is one, with its file descriptors, which are closed then."""
-        self.put(data, descriptors)
-        self.flush()
-
-    def put(self, data: bytes, descriptors: tuple[int, ...] = ()) -> None:
-        """Have a frame written by the next `flush`."""
-        if data:
-            self._pending.append((memoryview(data), descriptors))
-
-    def flush(self) -> None:
-        """Write what is to be written."""
-        while self._pending and not self.is_cut:
-            self.is_in_doubt = True
-            try:
-                self._write()
-            except BlockingIOError:
-                self.is_in_doubt = False
-                writable = select.poll()
-                writable.register(self._socket, select.POLLOUT)
-                writable.poll()
-            except OSError:
-                self.is_cut = True  # the broker may have said why, before it went
-            self.is_in_doubt = False
-
-    def _write(self) -> None:
-        data, descriptors = self._pending[0]
-        if descriptors:
-            sent = socket.send_fds(self._socket, [data], list(descriptors))
-            close_all(descriptors)
-        else:
-            sent = self._socket.send(data)
-        if sent < len(data):
-            self._pending[0] = (data[sent:], ())
-        else:
-            self._pending.popleft()
-
-    def read(self, deadline: float | None, take_in: Callable[[Frame], None]) -> bool:
-        """Take in the frames that have come, waiting for some; return False when the time is over.
-
-        Raises:
-            BrokerGoneError: the broker is gone.
-        """
-        while not self.poll(take_in):
-            left = _LONGEST if deadline is None else min(_LONGEST, deadline - time.monotonic())
-            if left <= 0:
-                return False
-            self._poll.poll(left * 1000)
-        return True
-
-    def poll(self, take_in: Callable[[Frame], None]) -> bool:
-        """Take in the frames that have come; return whether anything has.
-
-        Raises:
-            BrokerGoneError: the broker is gone.
-        """
-        self.is_in_doubt = True
-        try:
-            data, descriptors = receive(self._socket, _CHUNK)
-        except BlockingIOError:
-            self.is_in_doubt = False
-            return False
-        except OSError as error:
-            self.is_in_doubt = False
-            if error.errno == errno.EMFILE:
-                raise
-            data, descriptors = b"", []
-        for frame in self._frames.feed(data, descriptors):
-            take_in(frame)
-        self.is_in_doubt = False
-        if not data:
-            raise BrokerGoneError(_GONE)
-        return True
-
-    def wake(self) -> None:
-        """Have a thread that reads find the end."""
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RD)
-
-    def close(self) -> None:
-        """Hang up; what was written arrives."""
-        self._socket.close()
-        for _, descriptors in self._pending:
-            close_all(descriptors)
-        self._pending.clear()
-        close_all(self._frames.rest())
-
-
-_GONE = "the process that made the channel is gone, or its broker failed; no item can be moved"
 
 
 class _Seat:
@@ -198,7 +49,7 @@ class _Seat:
 
     def __init__(self, link: SenderLink | ReceiverLink) -> None:
         self.link = link
-        self.line: _Line | None = None
+        self.line: Line | None = None
         self.is_used = False
         self.is_closed = False
 
@@ -342,13 +193,13 @@ class _ProcessEnd:
     def _open(self) -> None:
         assert self._ticket is not None
         ticket, self._ticket = self._ticket, None
-        self._seat.line = _Line.open(ticket)
+        self._seat.line = Line.open(ticket)
         _LingersAtExit.arrange()
         self._drops = util.Finalize(self, self._seat.drop, exitpriority=_DROP)
 
     # in one process
 
-    def _use(self) -> _Line:
+    def _use(self) -> Line:
         """Return the line, which is this process's from now on; under the mutex."""
         line = self._seat.line
         if self._seat.is_closed:
@@ -371,7 +222,7 @@ class _ProcessEnd:
         return line
 
     @staticmethod
-    def _say(line: _Line, make: Callable[[], bytes]) -> None:
+    def _say(line: Line, make: Callable[[], bytes]) -> None:
         """Write a frame whose making changes what is known of the line: both, or the line is in doubt."""
         line.is_in_doubt = True
         line.put(make())
@@ -483,7 +334,7 @@ class ProcessSender(_ProcessEnd, Sender[T]):
             if self._is_waiting:
                 self._wait(line, deadline, timeout)
 
-    def _check(self, line: _Line, packed: Packed) -> None:
+    def _check(self, line: Line, packed: Packed) -> None:
         """Raise when the item must not be sent."""
         if len(packed.body) > MAX_BODY:
             size = f"{len(packed.body)} bytes pickled"
@@ -494,7 +345,7 @@ class ProcessSender(_ProcessEnd, Sender[T]):
         if self._link.gone is not None:
             raise self._refused()
 
-    def _say_item(self, line: _Line, item: T, packed: Packed) -> None:
+    def _say_item(self, line: Line, item: T, packed: Packed) -> None:
         link = self._link
         line.is_in_doubt = True
         frame = link.item(packed.body, packed.is_by_reference, len(packed.descriptors), packed.flags)
@@ -504,7 +355,7 @@ class ProcessSender(_ProcessEnd, Sender[T]):
         line.is_in_doubt = False
         line.flush()
 
-    def _wait(self, line: _Line, deadline: float | None, timeout: float | None) -> None:
+    def _wait(self, line: Line, deadline: float | None, timeout: float | None) -> None:
         link = self._link
         is_in_time = True
         while is_in_time and not link.is_answered:
@@ -523,7 +374,7 @@ class ProcessSender(_ProcessEnd, Sender[T]):
             "there yet; it was not sent"
         )
 
-    def _take_back(self, line: _Line) -> bool:
+    def _take_back(self, line: Line) -> bool:
         """The last item is no longer offered; return whether it has been taken in the meantime."""
         link = self._link
         self._say(line, link.withdraw)
@@ -593,7 +444,7 @@ class ProcessReceiver(_ProcessEnd, Receiver[T]):
                 self._link.waited += time.monotonic() - began
             return cast("T", item)
 
-    def _next(self, line: _Line, deadline: float | None) -> object:
+    def _next(self, line: Line, deadline: float | None) -> object:
         link = self._link
         while link.ready or link.over is not None or self._await(line, deadline):
             if not link.ready:
@@ -607,7 +458,7 @@ class ProcessReceiver(_ProcessEnd, Receiver[T]):
                     raise
         return _NOTHING
 
-    def _await(self, line: _Line, deadline: float | None) -> bool:
+    def _await(self, line: Line, deadline: float | None) -> bool:
         """Wait for an answer; return False when the time is over and nothing will come."""
         link = self._link
         while True:
