@@ -5,8 +5,8 @@ a consumer exactly when every producer has finished and every item was handed ou
 
 `handoff` is the counted queue, without I/O, and all of the policy. Around it, for threads: `threads`. For processes:
 `exchange` (the broker without I/O), `broker` (its thread and sockets), `links` (an end without I/O), `line` and
-`processes` (its socket, and the end itself), `wire` and `packing` (frames, items as bytes), `forks`. `report` and `watch`
-are what is seen of it.
+`processes` (its socket, and the end itself), `wire` and `packing` (frames, items as bytes), `forks`. `report` and
+`watch` are what is seen of it.
 """
 
 from __future__ import annotations
