@@ -17,6 +17,7 @@ import time
 import warnings
 from collections import Counter
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -563,6 +564,75 @@ def test_a_tensor_is_copied_unless_it_is_in_shared_memory_already() -> None:
         first.untyped_storage().fill_(0)
         second.fill_(1)
         assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr(), "views stay views"
+
+
+def take_change_then_die(pipe: Connection, receiver: Receiver[Any]) -> None:
+    receiver.receive().fill_(99)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.filterwarnings("ignore:receiver 0 .* was killed")
+def test_what_a_killed_receiver_wrote_is_not_delivered_again(crew: Crew) -> None:
+    import torch
+
+    context = multiprocessing.get_context("fork")
+    channel: Channel[Any] = Channel(1, 2, context=context, redeliver=True)
+    with channel.sender() as sender:
+        crew.start(context, take_change_then_die, channel.receiver())
+        sender.send(torch.ones(3000))
+        crew.join()
+    with channel.receiver() as receiver:
+        assert [float(item.sum()) for item in receiver] == [3000.0]
+
+
+def test_a_small_part_of_a_large_tensor_goes_alone() -> None:
+    import torch
+
+    channel: Channel[Any] = Channel(1, 1, context=multiprocessing.get_context("spawn"))
+    text = torch.arange(1_000_000).view(1000, 1000)
+    with channel.sender() as sender, channel.receiver() as receiver:
+        sender.send((text[7], text[:, 3], torch.tensor([1j]).conj()))
+        row, column, conjugate = receiver.receive()
+        assert row.tolist() == text[7].tolist()
+        assert column.tolist() == text[:, 3].tolist()
+        assert conjugate.tolist() == [-1j]
+        assert row.untyped_storage().nbytes() == 8000
+
+
+def test_a_function_in_an_item_does_not_make_its_sender_linger() -> None:
+    channel: Channel[Any] = Channel(1, 1, context=multiprocessing.get_context("spawn"))
+    with channel.receiver() as receiver:
+        with channel.sender() as sender:
+            sender.send((partial(int, "7"), "a text".upper, [1].append))
+        seven, upper, _ = receiver.receive()
+        assert (seven(), upper()) == (7, "A TEXT")
+
+
+def wait_for_a_word(pipe: Connection, word: Connection) -> None:
+    pipe.send(_open_files())
+    word.recv()
+
+
+def test_a_forked_child_holds_nothing_that_is_queued(crew: Crew) -> None:
+    import torch
+
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    channel: Channel[Any] = Channel(1, 1, 32, context=context)
+    before = said_one(crew.start(context, wait_for_a_word, theirs))
+    with channel.sender() as sender, channel.receiver() as receiver:
+        for _ in range(20):
+            sender.send(torch.zeros(3000))
+        receiver.receive()
+        assert said_one(crew.start(context, wait_for_a_word, theirs)) <= before + 12
+        for _ in range(2):
+            ours.send("go")
+    crew.join()
+
+
+def said_one(pipe: Connection) -> Any:
+    assert pipe.poll(PATIENCE)
+    return pipe.recv()
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # torch's, about its own default

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from shardqueue.channel import forks
 from shardqueue.channel.line import HELLO
+from shardqueue.channel.packing import close_all
 from shardqueue.channel.processes import ProcessReceiver, ProcessSender
 from shardqueue.channel.report import ChannelReport, Side
 from shardqueue.channel.watch import Watch, warn
@@ -183,6 +184,8 @@ class Broker:
         """Close the child's copies; nothing here works in the child."""
         self._mutex = threading.Lock()
         self._cut()
+        with contextlib.suppress(OSError):
+            close_all(self._exchange.descriptors())
 
     # the thread
 

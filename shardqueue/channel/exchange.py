@@ -164,6 +164,13 @@ class Exchange:
     def _lingers(port: Port) -> bool:
         return port.end.side is Side.SENDER and not port.is_over
 
+    def descriptors(self) -> list[int]:
+        """Return all file descriptors of items here."""
+        parcels = [*self.queue.queue, *self._again.values()]
+        for port in self.ports.values():
+            parcels += [*port.given, *([port.waiting] if port.waiting is not None else [])]
+        return [*self.free, *(descriptor for parcel in parcels for descriptor in parcel.descriptors)]
+
     def report(self, now: float) -> ChannelReport:
         """Return what happened up to now."""
         return self.queue.report(now)

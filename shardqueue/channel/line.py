@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from shardqueue.channel import forks
 from shardqueue.channel.packing import close_all
-from shardqueue.channel.wire import Frame, Frames, receive
+from shardqueue.channel.wire import FLAGS, SPACE, Frame, Frames, Received, received
 from shardqueue.errors import BrokerGoneError
 
 if TYPE_CHECKING:
@@ -31,8 +31,9 @@ _GONE = "the process that made the channel is gone, or its broker failed; no ite
 class Line:
     """A stream of frames to the broker and from it.
 
-    A signal's handler may raise between any two steps. Waiting is done in `poll`, where that does no harm; where it
-    would leave unknown what was written or read, the line is `is_in_doubt`, and of no more use.
+    A signal's handler may raise between any two steps of Python code. So what the system says it did is put away by
+    the same call that did it (`list.extend` over a `map` has no steps), and waiting is done in `poll`, where an
+    interruption does no harm. What is left, frames half taken in, leaves the line `is_in_doubt` and of no more use.
 
     Attributes:
         is_in_doubt: something was begun that must be finished, or was interrupted.
@@ -45,7 +46,10 @@ class Line:
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self._frames = Frames()
+        self._head: tuple[memoryview, tuple[int, ...]] = (memoryview(b""), ())
         self._pending: deque[tuple[memoryview, tuple[int, ...]]] = deque()
+        self._sent: list[int] = []
+        self._got: list[Received] = []
         self.is_in_doubt = False
         self.is_cut = False
 
@@ -76,30 +80,28 @@ class Line:
 
     def flush(self) -> None:
         """Write what is to be written."""
-        while self._pending and not self.is_cut:
-            self.is_in_doubt = True
+        while not self.is_cut and (self._head[0] or self._pending):
+            if not self._head[0]:
+                self._head = self._pending[0]
+                self._pending.popleft()
             try:
                 self._write()
             except BlockingIOError:
-                self.is_in_doubt = False
                 writable = select.poll()
                 writable.register(self._socket, select.POLLOUT)
                 writable.poll()
             except OSError:
                 self.is_cut = True  # the broker may have said why, before it went
-            self.is_in_doubt = False
 
     def _write(self) -> None:
-        data, descriptors = self._pending[0]
-        if descriptors:
-            sent = socket.send_fds(self._socket, [data], list(descriptors))
-            close_all(descriptors)
-        else:
-            sent = self._socket.send(data)
-        if sent < len(data):
-            self._pending[0] = (data[sent:], ())
-        else:
-            self._pending.popleft()
+        data, descriptors = self._head
+        if not self._sent:
+            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack(f"{len(descriptors)}i", *descriptors))
+            arguments = ([data],), ([rights] if descriptors else [],)
+            self._sent.extend(map(self._socket.sendmsg, *arguments))
+        # From here to the new head no call is made, and so no handler runs.
+        self._head, self._sent = (data[self._sent[0] :], ()), []
+        close_all(descriptors)
 
     def read(self, deadline: float | None, take_in: Callable[[Frame], None]) -> bool:
         """Take in the frames that have come, waiting for some; return False when the time is over.
@@ -120,17 +122,17 @@ class Line:
         Raises:
             BrokerGoneError: the broker is gone.
         """
-        self.is_in_doubt = True
         try:
-            data, descriptors = receive(self._socket, _CHUNK)
+            if not self._got:
+                self._got.extend(map(self._socket.recvmsg, (_CHUNK,), (SPACE,), (FLAGS,)))
+            data, descriptors = received(self._got[0])
         except BlockingIOError:
-            self.is_in_doubt = False
             return False
         except OSError as error:
-            self.is_in_doubt = False
             if error.errno == errno.EMFILE:
                 raise
-            data, descriptors = b"", []
+            raise BrokerGoneError(_GONE) from None
+        self._got, self.is_in_doubt = [], True
         for frame in self._frames.feed(data, descriptors):
             take_in(frame)
         self.is_in_doubt = False
@@ -146,7 +148,8 @@ class Line:
     def close(self) -> None:
         """Hang up; what was written arrives."""
         self._socket.close()
-        for _, descriptors in self._pending:
+        for _, descriptors in (self._head, *self._pending):
             close_all(descriptors)
         self._pending.clear()
+        self._head = (memoryview(b""), ())
         close_all(self._frames.rest())

@@ -8,12 +8,14 @@ CUDA tensors, memory that torch shares under names, and whatever else has a redu
 from __future__ import annotations
 
 import ctypes
+import functools
 import io
 import mmap
 import os
 import pickle
 import struct
 import threading
+import types
 from multiprocessing.context import set_spawning_popen
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -81,8 +83,11 @@ class _Pickler(ForkingPickler):
         if reducer is None:
             return NotImplemented
         if not kind.__module__.startswith("torch"):
-            self.by_reference = True
+            self.by_reference = self.by_reference or kind not in _HARMLESS
             return NotImplemented
+        if kind.__name__ == "Tensor":
+            self.by_reference = self.by_reference or obj.device.type != "cpu"
+            return reducer(_alone(obj))
         if kind.__name__ != "UntypedStorage":
             self.by_reference = self.by_reference or _is_on_device(obj)
             return reducer(obj)
@@ -134,6 +139,8 @@ class _Pickler(ForkingPickler):
         return Packed(where, self.by_reference, tuple(self.collector.descriptors), is_in_file=True)
 
 
+_HARMLESS = frozenset({functools.partial, types.MethodType, type(list.append), type(int.__add__)})
+"""Types that have a reducer and no memory."""
 _LITTLE, _LARGE = 4096, 1 << 16
 """Bytes of memory that are pickled as they are; bytes that go through a line and not into a file."""
 _ALIGNED = 64
@@ -157,9 +164,25 @@ def _from_file(place: int, at: int, size: int) -> Any:
 
 def _mapped(place: int) -> mmap.mmap:
     if place not in _arriving.maps:
-        _arriving.maps[place] = mmap.mmap(_arriving.descriptors[place], 0)
+        # A private map: what one receiver writes is not seen by the next one, nor by its own children.
+        _arriving.maps[place] = mmap.mmap(_arriving.descriptors[place], 0, access=mmap.ACCESS_COPY)
     found: mmap.mmap = _arriving.maps[place]
     return found
+
+
+def _alone(tensor: Any) -> Any:
+    """Return a tensor, or a copy of it when its memory is not what it shows, or mostly somebody else's."""
+    import torch
+
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_quantized:
+        return tensor
+    if tensor.requires_grad and not tensor.is_leaf:
+        return tensor  # torch's reducer says why it cannot go
+    storage = tensor.untyped_storage()
+    is_small_part = storage.nbytes() > max(_LITTLE, 2 * tensor.numel() * tensor.element_size())
+    if not (tensor.is_conj() or tensor.is_neg() or (is_small_part and not storage.is_shared())):
+        return tensor
+    return tensor.detach().resolve_conj().resolve_neg().clone().requires_grad_(tensor.requires_grad)
 
 
 def _is_on_device(obj: Any) -> bool:

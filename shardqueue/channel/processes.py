@@ -168,6 +168,9 @@ class _ProcessEnd:
         """See `forks.Inherited`."""
         self._mutex = threading.RLock()
         self._tell = None
+        if isinstance(self._seat.link, ReceiverLink):
+            for frame in self._seat.link.ready:
+                close_all(frame.descriptors)
         if self._seat.line is not None and not self._seat.is_closed:
             self._seat.line.close()
             self._seat.line = None

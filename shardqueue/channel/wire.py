@@ -141,19 +141,31 @@ class Frames:
         return rest
 
 
-def receive(sock: socket.socket, size: int, flags: int = 0) -> tuple[bytes, list[int]]:
+Received = tuple[bytes, list[tuple[int, int, bytes]], int, object]
+"""What `recvmsg` returns."""
+
+
+def receive(sock: socket.socket, size: int) -> tuple[bytes, list[int]]:
     """Return what comes over a socket: bytes, and file descriptors.
 
     Raises:
         OSError: the process has too many files open to take the descriptors, or the socket failed.
     """
-    space = socket.CMSG_SPACE(_AT_ONCE * 4)
-    data, extra, came, _ = sock.recvmsg(size, space, flags | getattr(socket, "MSG_CMSG_CLOEXEC", 0))
+    return received(sock.recvmsg(size, SPACE, FLAGS))
+
+
+def received(came: Received) -> tuple[bytes, list[int]]:
+    """Return what `recvmsg` returned as bytes and file descriptors.
+
+    Raises:
+        OSError: the process has too many files open to take the descriptors.
+    """
+    data, extra, flags, _ = came
     descriptors = array.array("i")
     for level, kind, body in extra:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             descriptors.frombytes(body[: len(body) - len(body) % descriptors.itemsize])
-    if came & socket.MSG_CTRUNC:
+    if flags & socket.MSG_CTRUNC:
         raise OSError(
             errno.EMFILE,
             "a tensor's memory could not be received: this process has too many files open; raise the limit "
@@ -164,3 +176,6 @@ def receive(sock: socket.socket, size: int, flags: int = 0) -> tuple[bytes, list
 
 _AT_ONCE = 256
 """File descriptors that one message may bring; the kernel sends 253 at most."""
+SPACE = socket.CMSG_SPACE(_AT_ONCE * 4)
+FLAGS = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+"""Arguments of `recvmsg`, after the size."""
