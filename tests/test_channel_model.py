@@ -1029,7 +1029,8 @@ class World:
             else:
                 demand(isinstance(told, SenderError), f"{receiver.name}: {told!r}")
                 demand(
-                    self.is_condemned or self.unreadable > 0, f"{receiver.name} was told {told!r} for nothing"
+                    self.is_condemned or self.unreadable > 0 or (self.redeliver and self.queue.lost > 0),
+                    f"{receiver.name} was told {told!r} for nothing",
                 )
 
 

@@ -75,8 +75,10 @@ class Line:
 
     def put(self, data: bytes, descriptors: tuple[int, ...] = ()) -> None:
         """Have a frame written by the next `flush`."""
-        if data:
+        if self._head[0] or self._pending:
             self._pending.append((memoryview(data), descriptors))
+        else:
+            self._head = (memoryview(data), descriptors)
 
     def flush(self) -> None:
         """Write what is to be written."""
@@ -95,13 +97,15 @@ class Line:
 
     def _write(self) -> None:
         data, descriptors = self._head
-        if not self._sent:
+        if not self._sent and descriptors:
             rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack(f"{len(descriptors)}i", *descriptors))
-            arguments = ([data],), ([rights] if descriptors else [],)
-            self._sent.extend(map(self._socket.sendmsg, *arguments))
+            self._sent.extend(map(self._socket.sendmsg, ([data],), ([rights],)))
+        elif not self._sent:
+            self._sent.extend(map(self._socket.send, (data,)))
         # From here to the new head no call is made, and so no handler runs.
         self._head, self._sent = (data[self._sent[0] :], ()), []
-        close_all(descriptors)
+        if descriptors:
+            close_all(descriptors)
 
     def read(self, deadline: float | None, take_in: Callable[[Frame], None]) -> bool:
         """Take in the frames that have come, waiting for some; return False when the time is over.
