@@ -400,6 +400,20 @@ def test_a_forgotten_channel_ends(context: BaseContext | None) -> None:
     assert drain(receiver) == [1]
 
 
+def test_a_forgotten_channel_ends_for_a_receiver_that_waits(context: BaseContext | None) -> None:
+    channel: Channel[int] = Channel(2, 1, context=context)
+    crew = Crew()
+    got = crew.start(drain, channel.receiver())
+    send_all(channel.sender(), [1])
+    while channel.report().receivers[0].items == 0:
+        pass
+    with pytest.warns(ShardQueueWarning, match="declared and never made"):
+        del channel
+        gc.collect()
+    crew.join()
+    assert got == [[1]]
+
+
 def test_an_error_in_the_channels_block_reaches_the_receivers(context: BaseContext | None) -> None:
     channel: Channel[int] = Channel(1, 1, context=context)
     receiver = channel.receiver()

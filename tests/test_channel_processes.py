@@ -608,6 +608,22 @@ def test_a_function_in_an_item_does_not_make_its_sender_linger() -> None:
         assert (seven(), upper()) == (7, "A TEXT")
 
 
+def test_a_channel_that_is_over_costs_a_fork_nothing(crew: Crew) -> None:
+    context = multiprocessing.get_context("fork")
+    channel: Channel[int] = Channel(1, 1, context=context)
+    with channel.receiver() as receiver:
+        channel.sender().close()
+        assert list(receiver) == []
+    _until_over(channel)
+    before = _open_files()
+    for _ in range(10):
+        said(crew.start(context, leave, None))
+        crew.join()
+        crew.forget()
+    gc.collect()
+    assert _open_files() <= before + 3
+
+
 def wait_for_a_word(pipe: Connection, word: Connection) -> None:
     pipe.send(_open_files())
     word.recv()

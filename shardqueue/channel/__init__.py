@@ -215,7 +215,7 @@ def _forget(hub: Hub[Any] | Broker) -> None:
     """The garbage collector found a channel: nobody can make the ends that are missing."""
     if hub.is_ours and any(hub.queue.untaken.values()):
         missing = dict(hub.queue.untaken)
-        hub.later(hub.queue.forgo)
+        hub.forget()
         _say(missing)
 
 

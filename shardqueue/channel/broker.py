@@ -114,7 +114,7 @@ class Broker:
         self._tickets: dict[Port, _Ticket] = {}
         self._launches: list[_Launch] = []
         self._is_stirred = self._is_in_doubt = False
-        self._forks = 0
+        self._children: set[int] = set()
         self._busy: set[int] = set()
         self._pid = os.getpid()
         with forks.making:
@@ -166,7 +166,12 @@ class Broker:
 
     def expect(self, child: int) -> None:
         """See `forks.Making`."""
+        self._children.add(child)
         self.later(lambda _: self._await(child))
+
+    def forget(self) -> None:
+        """Nobody can make the ends that are missing: close them, from anywhere."""
+        self.later(self._exchange.forgo)
 
     def forgo(self, error: Exception | None = None) -> dict[Side, int]:
         """Close the declared ends that nobody took, senders with the error; return how many there were."""
@@ -197,7 +202,8 @@ class Broker:
             _log.exception("the broker of a channel failed; every end of it gets an error")
             raise
         finally:
-            with self._mutex:
+            with forks.making, self._mutex:
+                forks.brokers.discard(self)
                 self._cut()
 
     def _turn(self) -> bool:
@@ -211,7 +217,7 @@ class Broker:
             while self._actions:
                 self._actions.popleft()(now)
             # A process that ends cuts several lines, and may have said something on others: all that comes first.
-            if self._is_in_doubt and not self._is_stirred and not self._forks:
+            if self._is_in_doubt and not self._is_stirred and not self._children:
                 self._check(now)
             self._is_in_doubt, self._is_stirred = self._is_stirred, False
             if self._launches:
@@ -231,14 +237,13 @@ class Broker:
             self._awake.recv(4096)
 
     def _await(self, child: int) -> None:
-        self._forks += 1
         self._selector.register(child, selectors.EVENT_READ, partial(self._on_forked, child))
 
     def _on_forked(self, child: int, _mask: int, _now: float) -> None:
         """A forked child has opened lines for the ends it was passed, or is dead."""
         self._selector.unregister(child)
         os.close(child)
-        self._forks -= 1
+        self._children.discard(child)
         self._is_stirred = True
 
     # tickets
@@ -467,13 +472,15 @@ class Broker:
         self._selector.close()
         self._awake.close()
         self._alarm.close()
+        close_all(self._children)
+        self._children.clear()
         for ticket in self._tickets.values():
             if ticket.socket is not None:
                 ticket.socket.close()
             for line in ticket.lines.values():
                 line.socket.close()
-            for sentinel in ticket.expected.values():
-                os.close(sentinel)
+            close_all(ticket.expected.values())
+            ticket.expected.clear()
 
 
 def _pass(broker: weakref.ref[Broker], port: Port, popen: Any) -> None:

@@ -157,6 +157,10 @@ class Hub(Generic[T]):
         self.tidy()
         return gone
 
+    def forget(self) -> None:
+        """Nobody can make the ends that are missing: close them, from anywhere."""
+        self.later(self.queue.forgo)
+
     def later(self, action: Callable[[float], object]) -> None:
         """Do it to the queue as soon as nobody is inside the mutex: now, or when whoever is inside leaves."""
         self.actions.append(action)
