@@ -532,19 +532,14 @@ def test_an_interrupted_receive_loses_nothing(context: BaseContext | None) -> No
         assert sorted(got) == [1, 2]
 
 
-class Bell:
-    """A lock that is rung, and then interrupted, just as somebody waits for it."""
+class OddLock:
+    """A lock; what is odd about it is when it can be taken."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.before: Callable[[], None] | None = None
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        if self.before is not None and self._lock.locked():
-            ring, self.before = self.before, None
-            ring()
-            raise Alarm
-        return self._lock.acquire(blocking, timeout)
+        raise NotImplementedError
 
     def release(self) -> None:
         self._lock.release()
@@ -554,6 +549,21 @@ class Bell:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+class Bell(OddLock):
+    """A lock that is rung, and then interrupted, just as somebody waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before: Callable[[], None] | None = None
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        if self.before is not None and self._lock.locked():
+            ring, self.before = self.before, None
+            ring()
+            raise Alarm
+        return self._lock.acquire(blocking, timeout)
 
 
 def test_an_item_that_comes_in_the_moment_of_an_interruption_goes_back() -> None:
@@ -575,11 +585,11 @@ def test_an_item_that_comes_in_the_moment_of_an_interruption_goes_back() -> None
         assert hub.report().received == 1
 
 
-class Mutex:
+class Mutex(OddLock):
     """A lock that is interrupted when it is taken for the last time of a few."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        super().__init__()
         self.times = 0
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
@@ -587,15 +597,6 @@ class Mutex:
         if self.times == 0:
             raise Alarm
         return self._lock.acquire(blocking, timeout)
-
-    def release(self) -> None:
-        self._lock.release()
-
-    def __enter__(self) -> bool:
-        return self.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
 
 
 @pytest.mark.parametrize("item", [1, None])

@@ -17,7 +17,9 @@ import weakref
 from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
 
+from shardqueue.channel.broker import Broker
 from shardqueue.channel.ends import Receiver, Sender, checked_seconds
+from shardqueue.channel.exchange import Exchange
 from shardqueue.channel.forwarding import forwardable
 from shardqueue.channel.handoff import Handoff
 from shardqueue.channel.report import ChannelReport, EndReport, Side
@@ -29,8 +31,6 @@ from shardqueue.units import check_int
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
-
-    from shardqueue.channel.broker import Broker
 
 __all__ = ["Channel", "ChannelReport", "EndReport", "Receiver", "Sender"]
 
@@ -204,10 +204,6 @@ def _between_processes(
             "None on this system, which cannot pass sockets between processes",
             "use threads",
         )
-    # Not at the top: it arranges for forks, which a program without processes need not pay for.
-    from shardqueue.channel.broker import Broker
-    from shardqueue.channel.exchange import Exchange
-
     return Broker(Exchange(senders, receivers, capacity, redeliver, time.monotonic(), name), watch)
 
 

@@ -267,8 +267,8 @@ class Handoff(Generic[T]):
         if end.side is Side.SENDER and error is not None:
             if state is not State.KILLED:
                 self._fail(error, now)
-            elif self._verdict is None:
-                self._verdict = error
+            else:
+                self.condemn(error)
         self._fewer(end.side, 1, now)
 
     def condemn(self, error: Exception) -> None:

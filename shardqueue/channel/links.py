@@ -21,7 +21,37 @@ from shardqueue.channel.wire import (
 )
 
 
-class SenderLink:
+class _Link:
+    """What both sides have: a wish that may be taken back, and perhaps an end that is another process's.
+
+    Attributes:
+        is_withdrawn: the wish (a sender's last item, a receiver's ask) was taken back, and the answer is on its way.
+        is_refused: the answer to WITHDRAW, or the end is another process's.
+        refusal: in the latter case, whose.
+    """
+
+    def __init__(self) -> None:
+        self.is_withdrawn = self.is_refused = False
+        self.refusal = ""
+
+    def withdraw(self) -> bytes:
+        """Return the frame that takes the wish back, once."""
+        if self.is_withdrawn:
+            return b""
+        self.is_withdrawn = True
+        return encode(Kind.WITHDRAW)
+
+    def wished(self) -> None:
+        """There is a new wish."""
+        self.is_withdrawn = self.is_refused = False
+
+    def refused(self, frame: Frame) -> None:
+        """The broker refuses."""
+        self.is_refused = True
+        self.refusal = frame.body.decode()
+
+
+class SenderLink(_Link):
     """A sender's side of its line.
 
     Attributes:
@@ -30,19 +60,15 @@ class SenderLink:
         kept: items whose memory a receiver may still need, by number.
         gone: the pickled reason why nothing more is taken, or None.
         again: numbers of items that are asked for again.
-        is_withdrawn: the last item is no longer offered, and the answer to that is on its way.
-        is_refused: the answer to WITHDRAW, or the end is another process's.
-        refusal: in the latter case, whose.
         is_released: nothing more is needed of this end.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.next = self.limit = 0
         self.kept: dict[int, Any] = {}
         self.gone: bytes | None = None
         self.again: list[int] = []
-        self.is_withdrawn = self.is_refused = False
-        self.refusal = ""
         self.is_released = False
 
     def item(self, body: bytes, is_by_reference: bool, count: int = 0, flags: int = 0) -> bytes:
@@ -54,7 +80,7 @@ class SenderLink:
         """The next item is on its way."""
         if is_by_reference:
             self.kept[self.next] = item
-        self.is_withdrawn = self.is_refused = False
+        self.wished()
         self.next += 1
 
     @property
@@ -92,25 +118,17 @@ class SenderLink:
             case Kind.GONE:
                 self.gone = frame.body
             case Kind.REFUSED:
-                self.is_refused = True
-                self.refusal = frame.body.decode()
+                self.refused(frame)
             case Kind.BYE:
                 self.is_released = True
                 self.kept.clear()
-
-    def withdraw(self) -> bytes:
-        """Return the frame that takes the last item back, once."""
-        if self.is_withdrawn:
-            return b""
-        self.is_withdrawn = True
-        return encode(Kind.WITHDRAW)
 
     def close(self, error: bytes = b"", is_dropped: bool = False) -> bytes:
         """Return the frame that says nothing more comes."""
         return encode(Kind.CLOSE, self.next, error, DROPPED if is_dropped else 0)
 
 
-class ReceiverLink:
+class ReceiverLink(_Link):
     """A receiver's side of its line.
 
     Attributes:
@@ -118,33 +136,22 @@ class ReceiverLink:
         handed: items handed to the program; it is done with all but the last.
         waited: seconds between its first item and its last in which it waited.
         is_asked: the broker owes an answer.
-        is_withdrawn: it no longer wants an item, and the answer to that is on its way.
         over: the pickled error that ends the stream, empty for the plain end; None while it goes on.
-        is_refused: the answer to WITHDRAW, or the end is another process's.
-        refusal: in the latter case, whose.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.ready: deque[Frame] = deque()
         self.handed = 0
         self.waited = 0.0
         self.is_asked = False
         self.over: bytes | None = None
-        self.is_withdrawn = self.is_refused = False
-        self.refusal = ""
 
     def ask(self) -> bytes:
         """Return the frame that asks for an item, and says that all before are done with."""
         self.is_asked = True
-        self.is_withdrawn = self.is_refused = False
+        self.wished()
         return encode(Kind.ASK, self.handed, encode_seconds(self.waited))
-
-    def withdraw(self) -> bytes:
-        """Return the frame that takes the wish back, once."""
-        if self.is_withdrawn:
-            return b""
-        self.is_withdrawn = True
-        return encode(Kind.WITHDRAW)
 
     def take(self) -> Frame:
         """Return the next item that came; the program has it."""
@@ -163,9 +170,8 @@ class ReceiverLink:
                 self.over = frame.body
                 self.is_asked = False
             case Kind.REFUSED:
-                self.is_refused = True
+                self.refused(frame)
                 self.is_asked = False
-                self.refusal = frame.body.decode()
 
     def close(self, is_dropped: bool = False) -> bytes:
         """Return the frame that says this end takes no more; what it did not hand out goes to the others."""

@@ -74,14 +74,12 @@ class _Seat:
         if self.line is None or self.is_closed:
             return
         self.is_closed = True
-        if not self.is_used or self.line.is_in_doubt:
-            self.line.close()  # others may have been passed the same end
-            return
-        self.line.write(self.link.close(is_dropped=True))
-        if isinstance(self.link, SenderLink) and self.link.kept:
-            _lingering.append(self)
-        else:
-            self.line.close()
+        if self.is_used and not self.line.is_in_doubt:  # else others may have been passed the same end
+            self.line.write(self.link.close(is_dropped=True))
+            if isinstance(self.link, SenderLink) and self.link.kept:
+                _lingering.append(self)
+                return
+        self.hang_up()
 
     def linger(self) -> None:
         """Wait until the memory of what was sent is no longer needed, and hang up."""
@@ -90,6 +88,14 @@ class _Seat:
             while isinstance(self.link, SenderLink) and self.link.kept and not self.link.is_released:
                 self.read(None)
         finally:
+            self.hang_up()
+
+    def hang_up(self) -> None:
+        """Close the line, and let go of items that came and were not handed out: they are another receiver's."""
+        if isinstance(self.link, ReceiverLink):
+            while self.link.ready:
+                close_all(self.link.ready.popleft().descriptors)
+        if self.line is not None:
             self.line.close()
 
 
@@ -168,11 +174,8 @@ class _ProcessEnd:
         """See `forks.Inherited`."""
         self._mutex = threading.RLock()
         self._tell = None
-        if isinstance(self._seat.link, ReceiverLink):
-            for frame in self._seat.link.ready:
-                close_all(frame.descriptors)
+        self._seat.hang_up()
         if self._seat.line is not None and not self._seat.is_closed:
-            self._seat.line.close()
             self._seat.line = None
             self._why = (
                 f"{self.name} was opened before this process was forked and belongs to its parent; clone() it"
@@ -240,13 +243,9 @@ class _ProcessEnd:
 
     def _hang_up(self) -> None:
         self._seat.is_closed = True
-        if isinstance(self._seat.link, ReceiverLink):
-            for frame in self._seat.link.ready:  # they are another receiver's now
-                close_all(frame.descriptors)
         if self._drops is not None:
             self._drops.cancel()
-        if self._seat.line is not None:
-            self._seat.line.close()
+        self._seat.hang_up()
 
     def _hear(self, deadline: float | None) -> bool:
         """Take in what comes next; return False when the time is over."""
