@@ -608,6 +608,28 @@ def test_a_function_in_an_item_does_not_make_its_sender_linger() -> None:
         assert (seven(), upper()) == (7, "A TEXT")
 
 
+@pytest.mark.filterwarnings("ignore:receiver 0 .*dropped")
+@pytest.mark.parametrize("way", ["closed", "dropped"])
+def test_a_receiver_that_goes_lets_go_of_what_it_had_ahead(way: str) -> None:
+    import torch
+
+    context = multiprocessing.get_context("spawn")
+    channel: Channel[Any] = Channel(1, 1, 64, context=context)
+    before = _open_files()
+    with channel.sender() as sender:
+        receiver: Any = channel.receiver()
+        for _ in range(60):
+            sender.send(torch.zeros(2000))
+        while len(receiver._link.ready) < 6:  # it gets several at a time once it has come back at once
+            receiver.receive()
+        if way == "closed":
+            receiver.close()
+        del receiver
+    _until_over(channel)
+    gc.collect()
+    assert _open_files() <= before + 3
+
+
 def test_a_channel_that_is_over_costs_a_fork_nothing(crew: Crew) -> None:
     context = multiprocessing.get_context("fork")
     channel: Channel[int] = Channel(1, 1, context=context)
