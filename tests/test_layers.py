@@ -94,6 +94,7 @@ FLOORS = {
     "demo.timeline": 5,
     "pipeline": 5,
     "simulate": 5,
+    "simulate.driver": 5,
     # 6 doors
     "": 6,
     "cli": 6,
