@@ -20,13 +20,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from math import gcd, log2
 from typing import TYPE_CHECKING
 
 from shardqueue.asks import PATIENCE, Asks
 from shardqueue.errors import MailboxRefusedError, RecordError
 from shardqueue.mailbox.calls import Get, List, PutIfAbsent
 from shardqueue.pace import Pace
-from shardqueue.records import BackRecord, ClaimRecord, LogPage
+from shardqueue.records import BackRecord, ClaimRecord, GradeRecord, LogPage
 from shardqueue.window import Window
 
 if TYPE_CHECKING:
@@ -52,10 +53,12 @@ NEAR = 16.0
 """With fewer batches left than this for a learner, its loader's queue is not kept full."""
 TAIL = 2
 """The tail begins when fewer than TAIL units a learner are left."""
-LARGEST_FIRST = 4
+LARGEST_FIRST = 10
 """With fewer units a learner left than this, the largest known free unit goes first."""
-GRADING = 4
-"""The others' speeds are first read when (GRADING x learners squared) units are known to be claimed."""
+MEETING = 4
+"""How much the claims of this learner grow until it looks again who takes part, where everybody's speed is known."""
+MEETING_MOST = 64
+"""Claims of this learner after which it looks in any case."""
 FEW = 8
 """With fewer units a learner left than this, stealing is careful: one steal a listing."""
 THEFTS = 8
@@ -112,16 +115,18 @@ class Claim:
 def home_weights(grades: Sequence[int | None]) -> list[int]:
     """Return each learner's share of the positions, as small whole numbers in proportion to speed.
 
-    `grades` are `Pace.grade`s; who has none counts as the slowest known. The slowest has weight 4, so that a half
-    octave is told apart; beyond 64 times that, a learner is taken to be no faster.
+    `grades` are `Pace.grade`s; who has none counts as the slowest known. One half octave makes a
+    difference; beyond 64 times the slowest, a learner is taken to be no faster.
     """
     known = [grade for grade in grades if grade is not None]
     if not known:
         return [1] * len(grades)
     slowest = min(known)
-    return [
+    weights = [
         round(4 * 2.0 ** (min(12, (slowest if grade is None else grade) - slowest) / 2)) for grade in grades
     ]
+    common = gcd(*weights)
+    return [weight // common for weight in weights]
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,18 +185,18 @@ class Claims:
         self._asked: list[Claim] = []
         self._lost: list[Claim] = []
         self._twins: list[LogPage] = []
+        self._roster: set[str] = set()
         self._peers: set[tuple[str, str]] = set()
-        self._gone: set[tuple[str, str]] = set()
-        self._grades: dict[tuple[str, str], int] = {}
-        self._reading = 0
-        self._graded_at = 0
+        self._grades: dict[tuple[str, str], tuple[int, int]] = {}
+        self._weights = [1]
+        self._told: int | None = None
         self._sequence = 0
         self._asking: dict[Claim, None] = {}
         self._looking = False
         self._wanting: float | None = None
         self._thefts = 0
-        self._met_at = 0
-        self._met = False
+        self._meeting_at = 0
+        self._met = self._meeting = False
         self._next_scan = 0.0
         self._backs: dict[str, int] = {}
         self._known_attempts: set[tuple[str, int]] = set()
@@ -204,12 +209,14 @@ class Claims:
 
     def met(self, instances: set[tuple[str, str]]) -> None:
         """These learners, as (learner, instance), have a log in the run."""
-        me = (self.owner.learner, self.owner.instance)
         self._peers |= instances
-        everybody = sorted((instances - self._gone) | {me})
-        self._met = self._met or len(everybody) > 1
-        weights = home_weights([self._grades.get(peer) for peer in everybody])
-        self.window.meet(weights, everybody.index(me), self._part, self._parts)
+        everybody = sorted(self._peers | {self._me})
+        weights = home_weights([self._grades.get(peer, (0, None))[1] for peer in everybody])
+        if self._sequence and weights != self._weights:
+            # Others claimed by another table; what they have of our new home is better looked up than tried.
+            self._look_first = not self._scans
+        self._weights = weights
+        self.window.meet(weights, everybody.index(self._me), self._part, self._parts)
 
     def handed(self, claim: Claim, now: float) -> None:
         """One batch of `claim` went to the consumer."""
@@ -261,10 +268,11 @@ class Claims:
 
     def wake(self, now: float) -> float | None:
         """When to poll again if nothing happens before."""
-        times = [self.asks.wake()]
-        if not self.stopped and not self.exhausted:
-            times.append(self.pace.wake(now, self.tail))
-        return min((time for time in times if time is not None), default=None)
+        again = self.asks.wake()
+        if self.stopped or self.exhausted:
+            return again
+        low = self.pace.wake(now, self.tail)
+        return low if again is None else again if low is None else min(low, again)
 
     def take_won(self) -> list[Claim]:
         """Claims won since the last call, to be loaded in this order."""
@@ -320,7 +328,7 @@ class Claims:
     @property
     def tail(self) -> bool:
         """Whether the plan is nearly used up."""
-        return self.window.left <= TAIL * self.window.learners
+        return self.window.likely_left <= TAIL * self.window.learners
 
     @property
     def _learner_share(self) -> float:
@@ -334,15 +342,23 @@ class Claims:
         position = self.plan.order(self.window.front)
         return min(self._size(float(self.plan.batches(position) or 1), position), NEAR)
 
+    @property
+    def _me(self) -> tuple[str, str]:
+        return self.owner.learner, self.owner.instance
+
     # -- deciding ----------------------------------------------------------------------------------------
 
     def _plan_ahead(self, now: float) -> None:
+        self._publish()
         wanted = self._wanted(now)
         if wanted <= 0.0:
             self._wanting = None
             return
         if self._wanting is None:
             self._wanting = now
+        if not self._met:
+            self._meet_when_due()
+            return
         if self._parts > 1 and self.window.left * self.window.share < LAST:
             if self._part:
                 self.exhausted = self.yielded = not self._asking
@@ -401,15 +417,13 @@ class Claims:
         window = self.window
         if self._look_first:
             return None
-        if not self._met:
-            return window.first_guess()
         may_look = not self._scans or now >= self._next_scan
-        if window.learners > 1 and window.left <= LARGEST_FIRST * window.learners and window.uneven:
+        if window.learners > 1 and window.likely_left <= LARGEST_FIRST * window.learners and window.uneven:
             position = self._stolen(window.largest)
             if position is not None or may_look:
                 return position
         position = window.home()
-        if position is not None and window.left > FEW * window.learners:
+        if position is not None and window.likely_left > FEW * window.learners:
             self._thefts = 0  # a listing is for thefts right after it; later it is old
         if position is None:
             position = self._stolen(window.largest if window.uneven else window.steal)
@@ -524,56 +538,56 @@ class Claims:
 
     def _positions(self, keys: list[str]) -> list[int]:
         """Positions of the attempt-0 claims among `keys`, ascending; keys of no unit of ours are passed over."""
-        places = []
-        for key in keys:
-            parsed = self.keys.parse_claim(key)
-            position = None if parsed is None else self.plan.find(parsed[0])
-            if parsed is None or position is None:
-                continue
-            if parsed[1]:
+        cut = len(self.keys.units)
+        found = self.plan.find_all([key[cut:] for key in keys])
+        strange = [key for key, place in zip(keys, found, strict=True) if place is None]
+        for parsed in map(self.keys.parse_claim, strange):
+            if parsed is not None and self.plan.find(parsed[0]) is not None:
                 self._known_attempts.add(parsed)
-            else:
-                places.append(position)
-        return places
+        return [place for place in found if place is not None]
 
     def _meet_when_due(self) -> None:
-        """List the learners again each time our claims have doubled, and every 64."""
-        if self._sequence >= min(2 * self._met_at, self._met_at + 64):
-            self._met_at = max(1, self._sequence)
+        """List the learners before the first claim, and again as our claims grow."""
+        if self._sequence >= self._meeting_at and not self._meeting:
+            self._meeting = True
             self.asks.ask(List(self.run.learners), self._met_learners)
 
     def _met_learners(self, answer: Answer, now: float) -> None:  # noqa: ARG002
         assert isinstance(answer, list)
-        self._met = True
-        logs = {key: parsed for key in answer if (parsed := self.run.parse_log(key)) is not None}
+        self._met, self._meeting = True, False
+        fresh = [key for key in answer if key not in self._roster]
+        self._roster.update(fresh)
+        logs = {key: parsed for key in fresh if (parsed := self.run.parse_log(key)) is not None}
         for key, (learner, instance, process, _) in logs.items():
             twin = (
                 learner == self.owner.learner and instance != self.owner.instance and process in ("main", "0")
             )
             if twin and (learner, instance) not in self._peers:
                 self.asks.ask(Get(key), partial(self._read_twin, key))
+        for learner, instance, number, grade in filter(None, map(self.run.parse_grade, fresh)):
+            if number >= self._grades.get((learner, instance), (0, 0))[0]:
+                self._grades[learner, instance] = number, grade
         self.met({log[:2] for log in logs.values()})
-        self._grade_when_due({log[:2]: key for key, log in logs.items() if log[2] in ("main", "0")})
+        growth = MEETING if self._grades.keys() >= self._peers else 2
+        self._meeting_at = min(growth * max(1, self._sequence), self._sequence + MEETING_MOST)
 
-    def _grade_when_due(self, pages: dict[tuple[str, str], str]) -> None:
-        """Read how fast the others are: P reads, each time the claims on the plan have doubled since the last."""
-        claimed = len(self.window.known)
-        if self._reading or claimed < max(2 * self._graded_at, GRADING * len(pages) ** 2):
+    def _publish(self) -> None:
+        """Tell the others, if there are any, how fast we are: in a key's name, so that one listing tells all speeds.
+
+        The n-th time takes 2^n claims of this pass, so that a speed that wavers leaves few keys in a long run.
+        """
+        own = self.pace.grade
+        if own is None or own == self._told or self._part or self.window.learners == 1:
             return
-        self._graded_at = claimed
-        self._reading = len(pages)
-        for peer, key in pages.items():
-            self.asks.ask(Get(key), partial(self._read_grade, peer, key))
-
-    def _read_grade(self, peer: tuple[str, str], key: str, answer: Answer, now: float) -> None:  # noqa: ARG002
-        self._reading -= 1
-        page = _page_of_another(answer, key)
-        if page is not None:
-            (self._gone.discard if page.left is None else self._gone.add)(peer)
-        if page is not None and page.grade is not None:
-            self._grades[peer] = page.grade
-        if not self._reading:
-            self.met(self._peers)
+        number, published = self._grades.get(self._me, (0, None))
+        grade = own + round(2 * log2(self._parts))
+        if grade == published:
+            self._told = own
+        elif self._sequence >= 2**number - 1:
+            self._told = own
+            self._grades[self._me] = number + 1, grade
+            key = self.run.grade(*self._me, number + 1, grade)
+            self.asks.ask(PutIfAbsent(key, GradeRecord(grade=grade).encode()), lambda answer, now: None)  # noqa: ARG005
 
     def _read_twin(self, key: str, answer: Answer, now: float) -> None:  # noqa: ARG002
         page = _page_of_another(answer, key)

@@ -1,8 +1,8 @@
 """The command line: arguments in, an exit code out.
 
-Each command imports what it needs when it runs, so that `shardqueue --help` costs nothing. An error of this
-package is one line on stderr and exit code 2, as a wrong argument is; Ctrl-C is 130. What a command's own codes
-mean is said in its help.
+Each command imports what it needs when it runs, so that `shardqueue --help` costs nothing; one with a module of its
+own for the command line is asked for its arguments only when it is named. An error of this package is one line on
+stderr and exit code 2, as a wrong argument is; Ctrl-C is 130. What a command's own codes mean is said in its help.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import argparse
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from shardqueue import __version__
 from shardqueue.errors import ShardQueueError
+from shardqueue.terminal import visible
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 _DEMO = """\
 Four processes at speeds 1, 1/2, 1/2 and 1/4 train one small byte-level model on
@@ -42,7 +43,8 @@ AWS_ENDPOINT_URL come from the environment (default: a temporary folder)"""
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that `arguments` (default: the process's own) name and return its exit code."""
-    parser = _parser()
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = _parser(next((word for word in arguments if not word.startswith("-")), None))
     options = parser.parse_args(arguments)
     if options.command is None:
         parser.print_help()
@@ -50,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code: int = options.command(options)
     except ShardQueueError as error:
-        print(f"shardqueue: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"shardqueue: {visible(' '.join(str(error).split()))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("shardqueue: interrupted", file=sys.stderr)
@@ -58,7 +60,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
+class _Command(Protocol):
+    """A module that has a command's arguments and runs it."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, given: argparse.Namespace) -> int: ...
+
+
+def _parser(named: str | None) -> argparse.ArgumentParser:
+    """The parser, with the arguments of `named` where that is a command with a module of its own."""
     parser = argparse.ArgumentParser(
         prog="shardqueue",
         description="Unequal GPUs claim the next piece of one dataset from a bucket or a folder; nobody idles.",
@@ -67,7 +78,38 @@ def _parser() -> argparse.ArgumentParser:
     parser.set_defaults(command=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     _add_demo(commands)
+    for name, (summary, module) in _COMMANDS.items():
+        added = commands.add_parser(name, help=summary)
+        if name == named:
+            command = module()
+            command.add_arguments(added)
+            added.set_defaults(command=command.run)
     return parser
+
+
+def _doctor() -> _Command:
+    from shardqueue.doctor import command
+
+    return command
+
+
+def _simulate() -> _Command:
+    from shardqueue.simulate import command
+
+    return command
+
+
+def _clean() -> _Command:
+    from shardqueue.clean import command
+
+    return command
+
+
+_COMMANDS: dict[str, tuple[str, Callable[[], _Command]]] = {
+    "doctor": ("can this store hold a queue? what is wrong, and what does a plan cost?", _doctor),
+    "simulate": ("how would a plan go on these nodes? in virtual time", _simulate),
+    "clean": ("remove the records of finished runs; says what would go, first", _clean),
+}
 
 
 def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

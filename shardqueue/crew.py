@@ -87,11 +87,6 @@ class Crew:
         self._manned = self._manned or bool(self._block.workers(self._word))
         return self._manned
 
-    @property
-    def grade(self) -> int | None:
-        """None: the session times its own loop."""
-        return None
-
     def took(self, step: Step, now: float, each: float | None) -> None:
         """A batch reached the loop: its worker learns how far ahead it is."""
         self._listen()

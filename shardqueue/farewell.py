@@ -7,10 +7,10 @@ A mailbox that does not answer is tried until the time is up, and what could not
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from shardqueue.callers import Callers
 from shardqueue.errors import MailboxUnavailableError
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def offer(calls: Sequence[PutIfAbsent], mailbox: Mailbox, by: float, clock: Cloc
     """Write the records, several at once, each until it is there or the clock says `by`; say which are there."""
     if not calls:
         return []
-    with ThreadPoolExecutor(min(AT_ONCE, len(calls)), thread_name_prefix="shardqueue-farewell") as pool:
+    with Callers(min(AT_ONCE, len(calls)), "shardqueue-farewell") as pool:
         return list(pool.map(lambda call: _insist(call, mailbox, by, clock), calls))
 
 

@@ -20,13 +20,13 @@ import logging
 import os
 import threading
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakSet
 
+from shardqueue.callers import Callers
 from shardqueue.claims import Claim, Claims, Owner, State
 from shardqueue.errors import ClosedError
 from shardqueue.farewell import Returned, offer, say
@@ -232,7 +232,7 @@ class Feed:
         self._buffer: deque[Loaded] = deque()
         self._error: BaseException | None = None
         self.over = False
-        self._closing = self._closed = False
+        self._closing = self._closed = self._exiting = False
         self._closing_since = 0.0
         self._twin = self._warned_twin = False
         self._logged = False
@@ -242,7 +242,7 @@ class Feed:
         self._left_why = "this queue was left; its iteration is over"
         self._handed_out = 0
         self._sleeps_until = 0.0
-        self._pool = ThreadPoolExecutor(CALLERS, thread_name_prefix="shardqueue-mailbox")
+        self._pool = Callers(CALLERS, "shardqueue-mailbox")
         self._threads = [
             threading.Thread(target=self._drive, name="shardqueue-claims", daemon=True),
         ]
@@ -286,6 +286,8 @@ class Feed:
         """Take the next batch, or None when it has still to come."""
         with self._lock:
             if self._closing:
+                if self._exiting and threading.current_thread().daemon:
+                    return None  # the end of the interpreter ends this thread
                 raise ClosedError(self._left_why)
             if self._claims is not None and self._buffer and self._buffer[0].claim.state is State.OURS:
                 return self._hand_out(self._claims)
@@ -329,12 +331,6 @@ class Feed:
         claims = self._claims
         nothing_waits = not (self._buffer or self._to_load or self._reader)
         return claims is not None and claims.exhausted and nothing_waits
-
-    @property
-    def grade(self) -> int | None:
-        """How fast the consumer is, for the log."""
-        with self._lock:
-            return None if self._claims is None else self._claims.pace.grade
 
     def took(self, step: Step, now: float, each: float | None) -> None:
         """A tracked loop took a batch; it was timed when it was handed out."""
@@ -390,9 +386,13 @@ class Feed:
         with self._lock:
             self._stop()
 
-    def end_threads(self) -> None:
-        """Stop, and wait for the threads of this process; nothing is given back."""
+    def exit(self) -> None:
+        """The interpreter ends: stop, and wait for the threads of this process; nothing is given back.
+
+        A consumer in a daemon thread hears nothing of it: it ends with the interpreter.
+        """
         if self._pid == os.getpid():
+            self._exiting = True
             self.stop()
             for thread in self._threads:
                 if thread.ident is not None:
@@ -699,7 +699,7 @@ _running: WeakSet[Feed] = WeakSet()
 def _stop_all() -> None:
     """A thread that the end of the interpreter finds in a loader's C++ aborts the process."""
     for feed in list(_running):
-        feed.end_threads()
+        feed.exit()
 
 
 def _claim_of(claims: Claims, step: Step) -> Claim | None:

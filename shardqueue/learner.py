@@ -202,7 +202,6 @@ class Book:
     batches: int = 0
     samples: int = 0
     waited: float = 0.0
-    grade: int | None = None
     left: Left | None = None
     rests: bool = False
     _held: dict[tuple[str, str, int], None] = field(default_factory=dict)
@@ -296,7 +295,6 @@ class Book:
             wall=wall,
             totals=totals,
             rate=rate,
-            grade=self.grade,
             trained=trained,
             held=[HeldClaim(*key) for key in self._held],
             left=self.left,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import TYPE_CHECKING
+
+from shardqueue.callers import Callers
 
 if TYPE_CHECKING:
     from shardqueue.asks import Ask
@@ -24,7 +26,7 @@ def open_run(machine: Opening, mailbox: Mailbox, clock: Clock) -> Joined:
         MailboxError: the mailbox cannot be used, or did not answer for too long.
     """
     running: dict[Future[Answer], Ask] = {}
-    with ThreadPoolExecutor(CALLERS, thread_name_prefix="shardqueue-opening") as pool:
+    with Callers(CALLERS, "shardqueue-opening") as pool:
         while machine.joined is None:
             now = clock.monotonic()
             running |= {pool.submit(ask.call.perform, mailbox): ask for ask in machine.poll(now)}

@@ -72,6 +72,7 @@ class Pace:
         """
         self.observed = True
         self.queue, self.started, self._batch = queue, started, batch
+        self._grade_by(batch)
 
     def handed(self, now: float) -> None:
         """The consumer got a batch."""
@@ -84,7 +85,7 @@ class Pace:
             took = now - self.started
             self._batch = took if self._batch is None else self._batch + RECENT * (took - self._batch)
             self.started = None
-            self._grade(now)
+            self._grade_by(self.batch(now))
 
     def claimed(self, seconds: float) -> None:
         """A claim took `seconds` from the decision until it was proven ours."""
@@ -103,22 +104,21 @@ class Pace:
         seconds = self._batch
         if seconds is None:
             return None
-        if self.started is not None and not self.observed:
-            seconds = max(seconds, now - self.started)
-        add_up = self.inline and not self.observed
-        return max(seconds + self._load_batch if add_up else max(seconds, self._load_batch), 1e-9)
+        if not self.observed and self.started is not None and now - self.started > seconds:
+            seconds = now - self.started
+        if self.inline and not self.observed:
+            seconds += self._load_batch
+        elif self._load_batch > seconds:
+            seconds = self._load_batch
+        return seconds if seconds > 1e-9 else 1e-9
 
     def low_water(self, now: float, tail: bool) -> float:
         """Seconds of work in hand below which more must be asked for."""
-        mark = MARGIN * (self.claim_seconds + self.load_seconds)
-        mark += TRANSFER if self.observed else 0.0
-        return mark if tail else mark + (self.batch(now) or 0.0) / 3
+        return self._mark(self.batch(now) or 0.0, tail)
 
     def work(self, now: float) -> float:
         """Seconds of work in hand: what waits, and what is left of the running batch."""
-        batch = self.batch(now) or 0.0
-        running = 0.0 if self.started is None else max(0.0, batch - (now - self.started))
-        return (self.ahead + self.queue) * batch + running
+        return self._work(self.batch(now) or 0.0, now)
 
     def wanted(self, now: float, tail: bool) -> float:
         """Batches to ask for now; 0 when there is work enough.
@@ -128,7 +128,7 @@ class Pace:
         batch = self.batch(now)
         if batch is None:
             return max(0.0, 1.0 - self.ahead)
-        mark, work = self.low_water(now, tail), self.work(now)
+        mark, work = self._mark(batch, tail), self._work(batch, now)
         if work > mark + CLOSE:
             return 0.0
         return max(1.0 if tail else (REFILL * mark - work) / batch, 1e-6)
@@ -138,15 +138,24 @@ class Pace:
         batch = self.batch(now)
         if self.started is None or batch is None:
             return None
-        surplus = self.work(now) - self.low_water(now, tail)
+        surplus = self._work(batch, now) - self._mark(batch, tail)
         if self.observed:
             return now + surplus if surplus > CLOSE else None
         # Once the running batch is overdue, each second makes the others in hand look a second longer too.
         overdue = self.started + batch - now
         return now + surplus if CLOSE < surplus <= overdue + CLOSE else None
 
-    def _grade(self, now: float) -> None:
-        exact = -2.0 * log2(self.batch(now) or 1.0)
+    def _mark(self, batch: float, tail: bool) -> float:
+        mark = MARGIN * (self.claim_seconds + self.load_seconds)
+        mark += TRANSFER if self.observed else 0.0
+        return mark if tail else mark + batch / 3
+
+    def _work(self, batch: float, now: float) -> float:
+        running = 0.0 if self.started is None else max(0.0, batch - (now - self.started))
+        return (self.ahead + self.queue) * batch + running
+
+    def _grade_by(self, batch: float | None) -> None:
+        exact = -2.0 * log2(max(batch or 1.0, CLOSE))
         if self.grade is None or abs(exact - self.grade) > STICKY:
             self.grade = round(exact)
 

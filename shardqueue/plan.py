@@ -19,7 +19,7 @@ import re
 from array import array
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from itertools import accumulate
 from typing import Any
@@ -27,6 +27,8 @@ from typing import Any
 from shardqueue.errors import InvalidInputError
 from shardqueue.units import LazyUnits, Unit, UnitFiles, rebuild
 
+REMEMBERED = 2**17
+"""Identifiers whose positions a plan remembers at most: a folder's scan shows the same ones each time."""
 _SEGMENT_BYTES = 180
 _TOTAL_BYTES = 512
 _REFUSED = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff~\\\\]")
@@ -170,13 +172,14 @@ class Plan:
             `check_identifier`, or one that is a folder of another ("a" beside "a/b").
     """
 
-    __slots__ = ("_agreed", "_fingerprint", "_index", "_units")
+    __slots__ = ("_agreed", "_fingerprint", "_found", "_index", "_units")
 
     def __init__(self, units: Mapping[str, object], agreed: Mapping[str, Any] | None = None) -> None:
         self._agreed = dict(agreed or {})
         self._units = _mapping(units)
         self._index = units if isinstance(units, LazyUnits) else _ListedUnits(units)
         self._fingerprint: str | None = None
+        self._found: dict[str, int] = {}
 
     @property
     def units(self) -> Mapping[str, object]:
@@ -223,6 +226,19 @@ class Plan:
             return self._index.position(identifier)
         except KeyError:
             return None
+
+    def find_all(self, identifiers: Sequence[str]) -> list[int | None]:
+        """`find` of each; what was found before is remembered, since listings show the same ones again."""
+        found = list(map(self._found.get, identifiers))
+        if None in found:
+            if len(self._found) > REMEMBERED:
+                self._found.clear()
+            for place, identifier in enumerate(identifiers):
+                if found[place] is None:
+                    position = found[place] = self.find(identifier)
+                    if position is not None:
+                        self._found[identifier] = position
+        return found
 
     def order(self, place: int) -> int:
         """The position of the unit that is at `place` in the caller's own order.

@@ -3,6 +3,8 @@
     runs/{run}.json                           Manifest     created once, by whoever opens the run
     [run-{run}/]learners/{learner}~{instance}/{process}.{page}
                                               LogPage      overwritten by its owner alone
+    [run-{run}/]learners/{learner}~{instance}/grade.{n}.{grade}
+                                              GradeRecord  created once: the learner's n-th grade, a hint
     [run-{run}/][{pass}/]units/{id}           ClaimRecord  created once: attempt 0 of a unit
                          units/{id}~{n}       ClaimRecord  created once: attempt n, after back/{id}~{n-1}
                          back/{id}~{n}        BackRecord   created once: the end of attempt n
@@ -22,6 +24,7 @@ from shardqueue.errors import RecordError
 
 PROTOCOL = 1
 RUNS = "runs/"
+GRADE = "grade"
 LARGEST = 16 * 2**20
 
 Left = Literal["end", "early", "error"]
@@ -61,6 +64,20 @@ class RunKeys:
         if not (learner and instance and process and written) or "~" in instance:
             return None
         return learner, instance, process, int(page)
+
+    def grade(self, learner: str, instance: str, number: int, grade: int) -> str:
+        """The key that says by its name alone what a learner's `number`-th grade (see `pace.Pace`) is."""
+        return f"{self.learners}{learner}~{instance}/{GRADE}.{number}.{grade}"
+
+    def parse_grade(self, key: str) -> tuple[str, str, int, int] | None:
+        """Return (learner, instance, number, grade), or None when `key` is no grade's."""
+        owner, _, name = _behind(self.learners, key).partition("/")
+        learner, _, instance = owner.partition("~")
+        kind, _, rest = name.partition(".")
+        number, _, grade = rest.partition(".")
+        counted, size = _number(number), _number(grade.removeprefix("-"))
+        wrong = kind != GRADE or not learner or not instance or "~" in instance or grade == "-0"
+        return None if wrong or counted is None or size is None else (learner, instance, counted, int(grade))
 
     def pass_keys(self, name: str = "") -> PassKeys:
         """Keys of one pass; the first pass has no name."""
@@ -177,6 +194,13 @@ class BackRecord(_Record, frozen=True, tag="shardqueue.back", kw_only=True):
     why: str
 
 
+class GradeRecord(_Record, frozen=True, tag="shardqueue.grade", kw_only=True):
+    """How fast a learner is (see `pace.Pace`). Its key says it too, so that one listing tells everybody's."""
+
+    what: ClassVar[str] = "a grade"
+    grade: int
+
+
 class TrainedSpan(msgspec.Struct, frozen=True, array_like=True):
     """Batches `[begin, end)` of one attempt, trained in one go.
 
@@ -226,7 +250,7 @@ class LogPage(_Record, frozen=True, tag="shardqueue.log", kw_only=True):
     """One page of a process's log; a reader takes the union of all its pages.
 
     `write` counts writes, so that two readings tell whether the owner is alive; `rate` is samples a second
-    over the last minute; `grade` is `pace.Pace.grade`, by which homes are shared out. `rests`: who left may come back
+    over the last minute. `rests`: who left may come back
     for another pass as long as the process `where` lives.
     """
 
@@ -241,7 +265,6 @@ class LogPage(_Record, frozen=True, tag="shardqueue.log", kw_only=True):
     wall: float
     totals: Totals
     rate: float
-    grade: int | None = None
     trained: list[TrainedSpan]
     held: list[HeldClaim]
     left: Left | None = None

@@ -348,6 +348,10 @@ def check_manifest(keys: RunKeys, manifest: Manifest, plan: Plan) -> None:
             f"{keys.manifest} speaks protocol {manifest.protocol}, this version {PROTOCOL}; "
             "use one version of shardqueue on all nodes"
         )
+    if not manifest.plans:
+        raise RunError(
+            f"run {keys.run} is being removed by `shardqueue clean`; call it again to finish, or use another prefix"
+        )
     signature = manifest.plans.get(TRAIN)
     if signature is None or not plan.matches(signature):
         raise PlanMismatchError(

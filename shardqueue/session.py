@@ -63,8 +63,7 @@ FAREWELL = 10.0
 class Source(Protocol):
     """Where the batches of one pass come from, as the session sees it: a feed, or loader workers with feeds.
 
-    `tracked`: what reaches the loop is reported by `Session.track`. `manned`: somebody claims for it. `grade`: how
-    fast the loop is, for the log.
+    `tracked`: what reaches the loop is reported by `Session.track`. `manned`: somebody claims for it.
     """
 
     tracked: bool
@@ -72,11 +71,6 @@ class Source(Protocol):
     @property
     def manned(self) -> bool:
         """Whether anybody claims for this source."""
-        ...
-
-    @property
-    def grade(self) -> int | None:
-        """How fast the loop takes batches (see `Pace.grade`), None while that is not known."""
         ...
 
     def took(self, step: Step, now: float, each: float | None) -> None:
@@ -511,9 +505,7 @@ class Session:
 
     def pages(self) -> list[LogPage]:
         """The log's pages that have to be written now, the current one last."""
-        grades = [source.grade for source in list(self._sources.values())] + [self._pace.grade]
         with self.lock:
-            self._book.grade = next((grade for grade in grades if grade is not None), self._book.grade)
             now = self.clock.monotonic()
             return self._book.pages(
                 self.clock.wall(), self._rolling.elapsed(now), self._rolling.recent(now)[1]

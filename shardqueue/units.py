@@ -182,7 +182,17 @@ class LazyUnits(Mapping[str, Unit]):
     identifiers. A *position* is a place in that order, from 0.
     """
 
-    __slots__ = ("_arguments", "_batch_rows", "_firsts", "_lanes", "_pattern", "_sizes", "_starts", "_widths")
+    __slots__ = (
+        "_arguments",
+        "_batch_rows",
+        "_firsts",
+        "_lanes",
+        "_length",
+        "_pattern",
+        "_sizes",
+        "_starts",
+        "_widths",
+    )
 
     def __init__(
         self, runs: Iterable[tuple[int, int]], lanes: int, batch_rows: int, arguments: Arguments
@@ -193,6 +203,7 @@ class LazyUnits(Mapping[str, Unit]):
             self._starts.append(self._starts[-1] + groups)
             self._firsts.append(self._firsts[-1] + size * groups)
         self._lanes, self._batch_rows, self._arguments = lanes, batch_rows, arguments
+        self._length = self._starts[-1] * lanes
         self._widths = max(6, len(str(self._starts[-1] - 1))), len(str(lanes - 1))
         group, lane = self._widths
         self._pattern = re.compile(rf"([0-9]{{{group}}})-([0-9]{{{lane}}})\.json")
@@ -264,7 +275,7 @@ class LazyUnits(Mapping[str, Unit]):
         Raises:
             IndexError: the place is outside `0 .. len`.
         """
-        if place == len(self):
+        if place == self._length:
             return float(self.steps)
         group, lane = self._place(place)
         run = bisect_right(self._starts, group) - 1
@@ -272,15 +283,15 @@ class LazyUnits(Mapping[str, Unit]):
         return first / self._batch_rows + lane * self.weight(place)
 
     def _place(self, position: int) -> tuple[int, int]:
-        if not 0 <= position < len(self):
-            raise IndexError(f"position {position} is outside 0 .. {len(self) - 1}")
+        if not 0 <= position < self._length:
+            raise IndexError(f"position {position} is outside 0 .. {self._length - 1}")
         return divmod(position, self._lanes)
 
     def _name(self, group: int, lane: int) -> str:
         return f"{group:0{self._widths[0]}d}-{lane:0{self._widths[1]}d}.json"
 
     def __len__(self) -> int:
-        return self._starts[-1] * self._lanes
+        return self._length
 
     def __iter__(self) -> Iterator[str]:
         for group in range(self._starts[-1]):

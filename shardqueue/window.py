@@ -12,18 +12,20 @@ A position is a unit's place among the sorted identifiers, so that learners with
 from __future__ import annotations
 
 from bisect import bisect_left
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from shardqueue.intervals import Intervals
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator
     from random import Random
 
     from shardqueue.plan import Plan
 
 
-def share_out(weights: Sequence[int]) -> list[int]:
+@lru_cache(maxsize=64)
+def share_out(weights: tuple[int, ...]) -> list[int]:
     """Return a cycle of positions, each given to one learner, as often as its weight says and evenly spread."""
     turns = [
         ((turn + 0.5) / weight, learner) for learner, weight in enumerate(weights) for turn in range(weight)
@@ -33,9 +35,10 @@ def share_out(weights: Sequence[int]) -> list[int]:
 
 DEPTH = 16
 """Window depth, in units a learner (8 costs more requests, see docs/design/002-claiming.md)."""
-LEAST_DEPTH = 2
-GUESSES = 8
-"""Tries to guess a unit that is not known to be claimed."""
+LEAST_DEPTH = 4
+"""Window depth at least, however few units the plan has a learner."""
+LEAST_UNEVEN = 2
+"""The same where units differ in size: a deep window leaves the large ones behind for the end."""
 DRIFT = 0.05
 """Share of the plan's steps a window may span."""
 
@@ -50,6 +53,7 @@ class Window:
 
     def __init__(self, plan: Plan, random: Random) -> None:
         self.plan = plan
+        self._count = len(plan)
         self.known = Intervals()
         self.listed = (0, 0)
         self.learners = 1
@@ -60,7 +64,7 @@ class Window:
         self._base = 0
         self._front = self._stop = 0
         self._stale = True
-        self._ahead = 0
+        self._ahead = self._since = 0
 
     @property
     def share(self) -> float:
@@ -76,7 +80,12 @@ class Window:
     @property
     def left(self) -> int:
         """Units not known to be claimed."""
-        return len(self.plan) - len(self.known)
+        return self._count - len(self.known)
+
+    @property
+    def likely_left(self) -> float:
+        """Units not claimed, if since the last listing the others claimed as their homes say."""
+        return self.left - self._since * (1.0 / self.share - 1.0)
 
     @property
     def front(self) -> int:
@@ -94,17 +103,14 @@ class Window:
     def uneven(self) -> bool:
         """Whether units ahead differ in size."""
         self._slide()
-        weight, order = self.plan.weight, self.plan.order
-        return self._front < len(self.plan) and weight(order(self._front)) != weight(
-            order(len(self.plan) - 1)
-        )
+        return self._uneven_from(self._front)
 
     def meet(self, weights: list[int], me: int, part: int = 0, parts: int = 1) -> None:
         """The run has learners of these weights; this one is number `me` among them.
 
         Its home is shared out once more, in turns: this is part `part` of `parts`.
         """
-        table = share_out(weights) * parts
+        table = share_out(tuple(weights)) * parts
         self.learners, self._cycle = len(weights), len(table)
         home = [place for place, owner in enumerate(table) if owner == me]
         self._home = home[part::parts]
@@ -118,7 +124,7 @@ class Window:
 
     def claimed(self, position: int, stop: int | None = None) -> None:
         """The unit at `position`, or those at `[position, stop)`, are claimed by somebody."""
-        self.known.add(position, stop)
+        self._since += self.known.add(position, stop)
         self._stale = True
 
     def saw(self, positions: Iterable[int], start: int, stop: int) -> None:
@@ -131,7 +137,7 @@ class Window:
             end = position + 1
         self.known.add(begin, end)
         self.listed = (start, stop)
-        self._stale = True
+        self._stale, self._since = True, 0
 
     def home(self) -> int | None:
         """The nearest position of this learner's home in the window that is not known to be claimed."""
@@ -152,20 +158,9 @@ class Window:
         free = self._free(False)
         if not free:
             return None
-        weight = self.plan.weight
-        most = max(map(weight, free))
-        return self._random.choice([position for position in free if weight(position) == most])
-
-    def first_guess(self) -> int | None:
-        """Where to start while the other learners are not known: at random among the first units."""
-        self._slide()
-        count = len(self.plan)
-        stop = max(self._stop, min(count, self._front + max(8, count // 20)))
-        for _ in range(GUESSES if self._front < stop else 0):
-            position = self.plan.order(self._random.randrange(self._front, stop))
-            if position not in self.known:
-                return position
-        return self.plan.order(self._front) if self._front < count else None
+        weights = [self.plan.weight(position) for position in free]
+        most = max(weights)
+        return self._random.choice([p for p, weight in zip(free, weights, strict=True) if weight == most])
 
     def unknown_from(self) -> int:
         """The position from which a listing forward tells most."""
@@ -193,7 +188,7 @@ class Window:
 
     def _free(self, unlisted: bool) -> list[int]:
         self._slide()
-        start, stop = (0, len(self.plan)) if unlisted else self.listed
+        start, stop = (0, self._count) if unlisted else self.listed
         if self.plan.natural:
             gaps = self.known.gaps(max(start, self._front), min(stop, self._stop))
             return [position for gap in gaps for position in range(*gap)]
@@ -205,7 +200,7 @@ class Window:
             return
         self._stale = False
         self._front = self._first_unknown(self._base)
-        if self._front >= len(self.plan) and self._base:
+        if self._front >= self._count and self._base:
             # The end is reached: what was only presumed claimed must be looked at.
             self._base, self.careful, self.listed = 0, True, (0, 0)
             self._front = self._first_unknown(0)
@@ -213,20 +208,31 @@ class Window:
 
     def _first_unknown(self, base: int) -> int:
         if self.plan.natural:
-            return min(self.known.gap(base), len(self.plan))
+            return min(self.known.gap(base), self._count)
         place = max(base, self._front)
-        while place < len(self.plan) and self.plan.order(place) in self.known:
+        while place < self._count and self.plan.order(place) in self.known:
             place += 1
         return place
 
+    def _uneven_from(self, front: int) -> bool:
+        weight, order, count = self.plan.weight, self.plan.order, self._count
+        return front < count and weight(order(front)) != weight(order(count - 1))
+
     def _window_stop(self, front: int) -> int:
-        span, count = self.plan.span, len(self.plan)
+        span, count = self.plan.span, self._count
         claimers = self.learners * self._parts
-        low = min(count, front + max(LEAST_DEPTH * claimers, min(self._ahead, DEPTH * claimers)))
+        least = LEAST_UNEVEN if self._uneven_from(front) else LEAST_DEPTH
+        low = min(count, front + max(least * claimers, min(self._ahead, DEPTH * claimers)))
         high = min(count, front + DEPTH * claimers)
         bound = span(front) + DRIFT * self.plan.steps if front < count else 0.0
         if span(high) <= bound:
             return high
+        # The last stop is near the new one.
+        near = max(low, min(high, self._stop))
+        step = 1
+        while near < high and span(near) <= bound:
+            low, near, step = near, min(high, near + step), 2 * step
+        high = near
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if span(middle) <= bound else (low, middle - 1)

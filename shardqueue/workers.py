@@ -218,8 +218,6 @@ class LoaderWorker:
 
     def pages(self) -> list[LogPage]:
         """The log's pages that have to be written now."""
-        grade = None if self._source is None else self._source.grade
-        self._book.grade = self._book.grade if grade is None else grade
         return self._book.pages(self.clock.wall(), 0.0, 0.0)
 
     def wrote(self, page: LogPage, clear: bool) -> None:

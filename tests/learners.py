@@ -125,7 +125,7 @@ def share(
     plans = [units] * len(names) if isinstance(units, Mapping) else list(units)
 
     def all_joined() -> None:
-        until(lambda: len(mailbox.list(RunKeys(run).learners)) >= len(names))
+        until(lambda: len({key.split("/")[-2] for key in mailbox.list(RunKeys(run).learners)}) >= len(names))
 
     return together(
         partial(train, plan, mailbox, name, hold=all_joined, **options)
@@ -137,6 +137,8 @@ def pages(mailbox: Mailbox, run: str = "1") -> list[LogPage]:
     """All pages of all logs of a run, oldest first in each log."""
     found = []
     for key in mailbox.list(RunKeys(run).learners):
+        if RunKeys(run).parse_log(key) is None:
+            continue
         body = mailbox.get(key)
         assert body is not None
         found.append(LogPage.decode(body, key))

@@ -3,7 +3,8 @@
 The world below is a scheduler of its own (not `shardqueue.simulate`). Each learner is an `Opening` and then a
 `Claims`; whatever could happen next (a call takes effect, its answer arrives or is lost, a batch is loaded, handed
 out or trained, a learner turns, writes its log, crashes, leaves or joins, time passes) is one action, and a seeded
-random choice says which comes next. What happened is judged by what was trained, by value: never by logs.
+random choice says which comes next. A create that failed may leave a stray copy behind, which takes effect at any
+later time, also when its sender is gone. What happened is judged by what was trained, by value: never by logs.
 
 Three things are taken for granted, as the library does: a log that is due lands within two seconds, a call ends
 within a minute, and whether a process runs can be seen, if it is not `remote`. Runs are judged one by one: a run that
@@ -16,6 +17,7 @@ import json
 import re
 from collections import Counter, deque
 from dataclasses import dataclass, field, replace
+from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from shardqueue.asks import Ask
+    from shardqueue.mailbox import Mailbox
     from shardqueue.mailbox.calls import Answer, Call
 
 LOG_LANDS = 2.0
@@ -84,6 +87,7 @@ class Scenario:
         learners: how many there are.
         late: of those, how many join at some time after the start.
         faults: how many calls fail before their effect or lose their answer, at most.
+        strays: how many of the creates among them take effect later, perhaps for a second time, at most.
         crashes: how many learners are killed, at most.
         leaves: how many leave in order before the end, at most.
         after: how many batches are trained before the late ones join.
@@ -95,6 +99,7 @@ class Scenario:
     learners: int = 3
     late: int = 0
     faults: int = 0
+    strays: int = 0
     crashes: int = 0
     leaves: int = 0
     scans: bool = False
@@ -132,6 +137,7 @@ scenarios = st.builds(
     learners=st.integers(1, 5),
     late=st.integers(0, 2),
     faults=st.integers(0, 6),
+    strays=st.integers(0, 3),
     crashes=st.integers(0, 2),
     leaves=st.integers(0, 3),
     scans=st.booleans(),
@@ -152,8 +158,10 @@ class Rules:
         claims: the class of the machine.
         asks: the class of its calls.
         keys: the class of its pass's keys.
-        perform: makes a call; None when a second step is needed first.
+        store: the class of the mailbox.
         hands: whether a claim's batches may be handed out.
+        two_steps: the store first looks whether a key is absent, then writes it.
+        once: a learner may not ask for one key with two bodies; a mutant that does shows what comes of it.
     """
 
     nonce: Callable[[int, int], str] = lambda me, count: f"{me}-{count}"
@@ -164,6 +172,7 @@ class Rules:
     store: type[MemoryMailbox] = MemoryMailbox
     hands: Callable[[Claim], bool] = lambda claim: claim.state is State.OURS
     two_steps: bool = False
+    once: bool = True
 
 
 @dataclass(eq=False)
@@ -226,11 +235,14 @@ class World:
         self.scenario, self.rules = scenario, rules
         self.random = Random(scenario.seed)
         self.mailbox = rules.store()
+        self.box: Mailbox = self.mailbox
         self.now = 0.0
         self.plans = plans
         self.learners: list[Learner] = []
         self.to_join = min(scenario.late, scenario.learners - 1)
         self.faults, self.crashes, self.leaves = scenario.faults, scenario.crashes, scenario.leaves
+        self.to_stray = scenario.strays
+        self.strays: list[Callable[[], object]] = []
         self.killed: set[str] = set()
         self.trained: dict[str, Counter[tuple[str, int]]] = {}
         self.events = self.progress = 0
@@ -282,6 +294,9 @@ class World:
         due = self.to_join and sum(map(len, self.trained.values())) >= self.scenario.after
         if (due and self.random.random() < 0.05) or (self.to_join and not found):
             found.append(self.join)
+        for stray in self.strays:
+            if not found or self.random.random() < 0.02:
+                found.append(partial(self.arrive, stray))
         return found
 
     def turns(self, one: Learner) -> bool:
@@ -408,7 +423,7 @@ class World:
                 self.mailbox.put(call.key, call.data)
             flight.answer = flight.absent
         else:
-            flight.answer = call.perform(self.mailbox)
+            flight.answer = call.perform(self.box)
         flight.done = True
         if isinstance(call, List) and call.prefix.endswith("back/"):
             self.listed[one] = self.events
@@ -433,8 +448,23 @@ class World:
     def lose(self, one: Learner, flight: Flight) -> None:
         """The call failed before its effect, or its answer was lost after it."""
         self.faults -= 1
+        if self.to_stray and isinstance(flight.call, PutIfAbsent) and self.random.random() < 0.5:
+            self.to_stray -= 1
+            self.strays.append(partial(self.land, flight.call))
+        self.fail(one, flight, MailboxUnavailableError("made up by the scheduler"))
+
+    def arrive(self, stray: Callable[[], object]) -> None:
+        """A copy that nobody waits for takes effect."""
+        self.strays.remove(stray)
+        stray()
+
+    def land(self, call: PutIfAbsent) -> None:
+        call.perform(self.mailbox)
+        self.landed.setdefault(call.key, self.events)
+
+    def fail(self, one: Learner, flight: Flight, error: MailboxUnavailableError) -> None:
+        """The learner hears that the outcome is unknown."""
         one.flights.remove(flight)
-        error = MailboxUnavailableError("made up by the scheduler")
         if flight.ask is not None and flight.machine is not None:
             flight.machine.asks.failed(flight.ask, error, self.now)
         else:  # a record that ends an attempt: insisted on
@@ -444,7 +474,6 @@ class World:
 
     def log(self, one: Learner) -> None:
         assert one.claims is not None
-        one.book.grade = one.claims.pace.grade
         for page in one.book.pages(self.now, self.now, 0.0):
             key = one.claims.run.log(page.learner, page.instance, page.process, page.page)
             self.mailbox.put(key, page.encode())
@@ -546,8 +575,9 @@ class World:
     def check_asked(self, one: Learner, call: Call) -> None:
         if not isinstance(call, PutIfAbsent) or "units/" not in call.key:
             return
-        if one.puts.setdefault(call.key, call.data) != call.data:
+        if self.rules.once and one.puts.get(call.key, call.data) != call.data:
             raise ViolationError(f"{one.owner.learner} asked for {call.key} with two different bodies")
+        one.puts[call.key] = call.data
         assert one.claims is not None
         parsed = one.claims.keys.parse_claim(call.key)
         assert parsed is not None
@@ -656,11 +686,11 @@ def test_no_schedule_trains_a_batch_twice_or_leaves_one_out() -> None:
 def test_many_more_schedules(part: int) -> None:
     random = Random(part)
     for _ in range(1500):
-        counts = [random.randint(0, most) for most in (4, 2, 8, 2, 3, 1)]
-        learners, late, faults, crashes, leaves, scans = counts
+        counts = [random.randint(0, most) for most in (4, 2, 8, 4, 2, 3, 1)]
+        learners, late, faults, strays, crashes, leaves, scans = counts
         shape = random.choice(sorted(PLANS))
         seed = random.randrange(2**32)
-        play(Scenario(seed, shape, learners + 1, late, faults, crashes, leaves, bool(scans)))
+        play(Scenario(seed, shape, learners + 1, late, faults, strays, crashes, leaves, bool(scans)))
 
 
 @pytest.mark.parametrize("learners", [2, 5])
@@ -823,6 +853,25 @@ class OneKey(PassKeys):
         return PassKeys.claim(self, identifier)
 
 
+class Removal(PutIfAbsent):
+    """Removes the key instead of creating it."""
+
+    __slots__ = ()
+
+    def perform(self, mailbox: Mailbox) -> bool:
+        mailbox.delete([self.key])
+        return True
+
+
+class Removes(Claims):
+    """Whoever gives a unit back removes its claim, so that the next one may create the same key."""
+
+    def give_back(self, why: str) -> list[PutIfAbsent]:
+        given = super().give_back(why)
+        claims = [claim for claim in self.hand if claim.state is State.OURS and not claim.finished]
+        return given + [Removal(claim.key, claim.data) for claim in claims]
+
+
 class Liar(MemoryMailbox):
     """Says of a claim now and then that it was created, though another holds the key."""
 
@@ -851,7 +900,7 @@ def seeds(count: int, **fixed: Any) -> list[Scenario]:
     shapes = sorted(PLANS)
     return [
         replace(
-            Scenario(seed=seed, shape=shapes[seed % len(shapes)], learners=2 + seed % 4, faults=6, leaves=1),
+            Scenario(seed, shapes[seed % len(shapes)], 2 + seed % 4, faults=6, strays=3, leaves=1),
             **fixed,
         )
         for seed in range(count)
@@ -862,16 +911,26 @@ def one_for_all(me: int) -> Owner:
     return Owner("learner", "0000")
 
 
+def forked(me: int) -> Owner:
+    """One label in two processes, and what tells them apart drawn from generators of one seed."""
+    return Owner("learner", seeded(me, 0))
+
+
+def seeded(me: int, count: int) -> str:
+    """The draw of that number from a generator that everybody seeds with 7."""
+    generator = Random(7)
+    return [generator.randbytes(12).hex() for _ in range(count + 1)][-1]
+
+
 MUTANTS: dict[str, tuple[Rules, str]] = {
-    "equal owners and nonces": (
-        Rules(owner=one_for_all, nonce=lambda me, count: f"{count}"),
-        "trained twice",
-    ),
+    "no nonce": (Rules(owner=one_for_all, nonce=lambda me, count: ""), "trained twice"),
+    "a nonce from a seeded generator": (Rules(owner=forked, nonce=seeded), "trained twice"),
     "unclear is won": (Rules(asks=RoundsToWon), "the store said we created it|trained twice"),
     "unclear is won, unread": (Rules(asks=RoundsToWon, claims=Unread), "before its read-back agreed"),
     "unclear is lost": (Rules(asks=RoundsToLost), "gave nothing back"),
     "begins again": (Rules(claims=BeginsAgain), "trained twice"),
     "one key for all attempts": (Rules(keys=OneKey), "two different bodies|was passed over"),
+    "a key is removed and used again": (Rules(keys=OneKey, claims=Removes, once=False), "trained twice"),
     "check, then act": (Rules(two_steps=True), "trained twice|the store said we created it"),
     "check, then act, unread": (Rules(two_steps=True, claims=Unread), "before its read-back agreed"),
     "a store that lies": (Rules(store=Liar), "the store said we created it|trained twice"),

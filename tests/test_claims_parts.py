@@ -8,6 +8,7 @@ from random import Random
 import pytest
 
 from shardqueue.claims import NEAR, Claim, Claims, Owner
+from shardqueue.mailbox.calls import List
 from shardqueue.mailbox.memory import MemoryMailbox
 from shardqueue.pace import MARGIN, TRANSFER, Pace
 from shardqueue.plan import Plan
@@ -107,6 +108,105 @@ def test_far_from_the_end_the_loaders_queue_does_not_count() -> None:
     part.claims.window.claimed(0, 400 - int(NEAR))
     part.claims.observe(handed=10, taken=6, started=0.0, batch=1.0)
     assert part.claims.pace.queue == 4
+
+
+def test_the_learners_are_looked_up_before_the_first_claim() -> None:
+    mailbox, run = MemoryMailbox(), RunKeys("1")
+    for name in "bcd":
+        mailbox.put(run.log(name, "0002", "main", 0), b"{}")
+    part = Part(mailbox, Plan(unit_grid(400, 1, taper=False)), 0, 1)
+    assert [ask.call for ask in part.claims.asks.poll(0.0)] == []
+    (first,) = part.claims.poll(0.0)
+    assert first.call == List(run.learners)
+    assert part.claims.poll(0.1) == []
+    part.claims.asks.answered(first, first.call.perform(mailbox), 0.2)
+    part.turn(0.3)
+    part.turn(0.4)
+    assert part.claims.window.learners == 4
+    assert [name for name, _ in part.seen] == ["000000-0.json", "000004-0.json"], "the first of four homes"
+
+
+def test_homes_follow_the_newest_grades_in_the_listing() -> None:
+    mailbox, run = MemoryMailbox(), RunKeys("1")
+    for number, grade in enumerate([9, -2, 4], 1):
+        mailbox.put(run.grade("b", "0002", number, grade), b"{}")
+    for key in (
+        run.grade("c", "0003", 1, 0),
+        *(run.log(*one, "main", 0) for one in (("b", "0002"), ("c", "0003"))),
+    ):
+        mailbox.put(key, b"{}")
+    part = Part(mailbox, Plan(unit_grid(4000, 1, taper=False)), 0, 1)
+    part.turn(0.0)
+    assert part.claims.window.share == pytest.approx(1 / (1 + 4 + 1)), "of unknown speed: as the slowest"
+
+
+def speeds(mailbox: MemoryMailbox) -> list[tuple[int, int]]:
+    parsed = map(RunKeys("1").parse_grade, mailbox.list("learners/a~"))
+    return [one[2:] for one in parsed if one is not None]
+
+
+def paced(part: Part, seconds: float, now: float) -> None:
+    """The loop takes `seconds` for each of a few batches."""
+    for _ in range(12):
+        part.claims.pace.handed(now)
+        now += seconds
+        part.claims.pace.asked(now)
+
+
+def test_a_speed_is_published_once_and_again_the_more_rarely_the_more_often_it_changed() -> None:
+    mailbox, run = MemoryMailbox(), RunKeys("1")
+    mailbox.put(run.log("b", "0002", "main", 0), b"{}")
+    part = Part(mailbox, Plan(unit_grid(4000, 1, taper=False)), 0, 1)
+    for turn in range(300):
+        paced(part, (1.0, 0.25)[turn % 2], float(turn))
+        part.claims.pace.ahead = 0.0
+        part.turn(float(turn))
+    found = speeds(mailbox)
+    assert [number for number, _ in found] == list(range(1, len(found) + 1))
+    assert {grade for _, grade in found} == {0, 4}
+    assert 4 <= len(found) <= part.claims._sequence.bit_length() + 1
+
+
+def test_a_learner_alone_publishes_nothing() -> None:
+    mailbox = MemoryMailbox()
+    part = Part(mailbox, Plan(unit_grid(400, 1, taper=False)), 0, 1)
+    for turn in range(20):
+        paced(part, 1.0, float(turn))
+        part.turn(float(turn))
+    assert mailbox.list("learners/") == []
+
+
+def test_the_first_part_publishes_the_speed_of_all() -> None:
+    mailbox, run = MemoryMailbox(), RunKeys("1")
+    mailbox.put(run.log("b", "0002", "main", 0), b"{}")
+    parts = [Part(mailbox, Plan(unit_grid(4000, 1, taper=False)), part, 4) for part in range(4)]
+    for turn in range(20):
+        for part in parts:
+            paced(part, 1.0, float(turn))
+            part.turn(float(turn))
+    assert speeds(mailbox) == [(1, 4)], "four batches a second"
+    for part in parts:
+        part.claims.observe(handed=0, taken=0, started=20.0, batch=1.0)
+        part.claims.pace.ahead = 0.0
+        part.turn(21.0)
+    assert speeds(mailbox) == [(1, 4), (2, 0)], "of the loop, once that is seen"
+
+
+def test_a_new_table_of_homes_is_looked_up_before_it_is_used() -> None:
+    """Who claimed by the old one has units of the new home."""
+    mailbox, run = MemoryMailbox(), RunKeys("1")
+    plan = Plan(unit_grid(4000, 1, taper=False))
+    part = Part(mailbox, plan, 0, 1)
+    part.turn(0.0)
+    part.turn(0.1)
+    part.claims.met({("b", "0002")})
+    for position in range(1, 40):
+        mailbox.put_if_absent(run.pass_keys().claim(plan.identifier(position)), b"{}")
+    for turn in range(2, 8):
+        part.claims.pace.ahead = 0.0
+        part.turn(float(turn))
+    assert part.lost == 0
+    assert "000040-0.json" in dict(part.seen)
 
 
 def test_work_behind_a_loader() -> None:

@@ -13,7 +13,10 @@ import pytest
 from shardqueue.cli import main
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["--version"], []])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["demo", "--help"], ["doctor", "--help"], ["clean", "--help"], ["--version"], []],
+)
 def test_help_imports_no_heavy_package(arguments: list[str]) -> None:
     code = f"""
 import sys
@@ -33,7 +36,29 @@ def test_without_a_command_it_prints_the_help(capsys: pytest.CaptureFixture[str]
     assert main([]) == 0
     out = capsys.readouterr().out
     assert out.startswith("usage: shardqueue")
-    assert "demo" in out
+    for command in ("demo", "doctor", "simulate", "clean"):
+        assert f"\n    {command} " in out
+
+
+def test_a_command_is_asked_for_its_arguments_only_when_it_is_named() -> None:
+    code = """
+import sys
+from shardqueue.cli import main
+main([])
+print([name for name in sys.modules if name.startswith(("shardqueue.doctor", "shardqueue.clean", "shardqueue.sim"))])
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("command", ["doctor", "simulate", "clean"])
+def test_each_command_explains_its_exit_codes(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert not ended.value.code
+    out = capsys.readouterr().out
+    assert "exit code" in out
+    assert max(map(len, out.splitlines())) <= 80
 
 
 def test_the_demo_explains_its_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ from shardqueue.plan import check_identifier
 from shardqueue.records import (
     BackRecord,
     ClaimRecord,
+    GradeRecord,
     HeldClaim,
     LogPage,
     Manifest,
@@ -29,8 +30,11 @@ from shardqueue.records import (
     TrainedSpan,
 )
 
-RECORDS: dict[str, Any] = {kind.__name__: kind for kind in (Manifest, LogPage, ClaimRecord, BackRecord)}
+RECORDS: dict[str, Any] = {
+    kind.__name__: kind for kind in (Manifest, LogPage, GradeRecord, ClaimRecord, BackRecord)
+}
 AN_ID, A_LEARNER, AN_INSTANCE, A_PROCESS, A_PAGE, AN_ATTEMPT = "000003-2.json", "node-a", "0011", "main", 7, 3
+A_GRADE = -4
 
 
 # -- the table ---------------------------------------------------------------------------------------------
@@ -75,6 +79,7 @@ def rendered() -> dict[str, str]:
         "pass": "e1",
         "id": AN_ID,
         "n": str(AN_ATTEMPT),
+        "grade": str(A_GRADE),
     }
     return {key: record for pattern, record in table().items() for key in render(pattern, values)}
 
@@ -84,6 +89,7 @@ def made() -> dict[str, str]:
     keys = {RunKeys("2").manifest: "Manifest"}
     for run in map(RunKeys, ("1", "2")):
         keys[run.log(A_LEARNER, AN_INSTANCE, A_PROCESS, A_PAGE)] = "LogPage"
+        keys[run.grade(A_LEARNER, AN_INSTANCE, AN_ATTEMPT, A_GRADE)] = "GradeRecord"
         for passed in map(run.pass_keys, ("", "e1")):
             keys[passed.claim(AN_ID)] = keys[passed.claim(AN_ID, AN_ATTEMPT)] = "ClaimRecord"
             keys[passed.back(AN_ID, AN_ATTEMPT)] = "BackRecord"
@@ -99,10 +105,11 @@ class TestTheTable:
             "[run-{run}/][{pass}/]back/{id}~{n}",
             "[run-{run}/][{pass}/]units/{id}",
             "[run-{run}/][{pass}/]units/{id}~{n}",
+            "[run-{run}/]learners/{learner}~{instance}/grade.{n}.{grade}",
             "[run-{run}/]learners/{learner}~{instance}/{process}.{page}",
             "runs/{run}.json",
         ]
-        makers = {"manifest", "log", "claim", "back"}
+        makers = {"manifest", "log", "grade", "claim", "back"}
         folders = {"folder", "learners", "pass_keys", "units", "backs"}
         public = {name for keys in (RunKeys, PassKeys) for name in vars(keys) if name[0] != "_"}
         assert {name for name in public if not name.startswith("parse_")} - {
@@ -146,6 +153,32 @@ class TestKeys:
         assert run.parse_log(key) == (learner, "0a1b", process, page)
         assert key.startswith(run.learners)
         check_key(key)
+
+    @given(runs, segments, st.integers(0, 10**6), st.integers(-60, 60))
+    def test_of_grades_are_read_back(self, run: RunKeys, learner: str, number: int, grade: int) -> None:
+        key = run.grade(learner, "0a1b", number, grade)
+        assert run.parse_grade(key) == (learner, "0a1b", number, grade)
+        assert run.parse_log(key) is None
+        check_key(key)
+
+    @pytest.mark.parametrize(
+        "key",
+        [
+            "learners/a~b/main.000000",
+            "learners/a~b/grade.1",
+            "learners/a~b/grade.1.x",
+            "learners/a~b/grade.01.1",
+            "learners/a~b/grade.1.-0",
+            "learners/a~b/grade.1.--1",
+            "learners/a~b/grade.1.1.1",
+            "learners/a~b~c/grade.1.1",
+            "learners/a/grade.1.1",
+            "run-2/learners/a~b/grade.1.1",
+            "a~b/grade.1.1",
+        ],
+    )
+    def test_of_no_grade(self, key: str) -> None:
+        assert RunKeys("1").parse_grade(key) is None
 
     def test_pages_sort_as_they_count(self) -> None:
         pages = [RunKeys("1").log("a", "b", "main", page) for page in range(1200)]
@@ -240,6 +273,7 @@ examples = st.one_of(
     ),
     st.builds(ClaimRecord, learner=texts, instance=texts, worker=texts, nonce=texts, sequence=whole),
     st.builds(BackRecord, begin=whole, learner=texts, instance=texts, why=texts),
+    st.builds(GradeRecord, grade=st.integers(-60, 60)),
     st.builds(
         LogPage,
         learner=texts,
@@ -252,7 +286,6 @@ examples = st.one_of(
         wall=numbers,
         totals=totals,
         rate=numbers,
-        grade=st.none() | st.integers(-60, 60),
         trained=st.lists(spans, max_size=3),
         held=st.lists(st.builds(HeldClaim, texts, texts, whole), max_size=3),
         left=st.sampled_from([None, "end", "early", "error"]),
@@ -342,7 +375,6 @@ class TestRecords:
             {"held": [["", 3, 0]]},
             {"totals": {"claimed": "many"}},
             {"where": None},
-            {"grade": "fast"},
         ],
     )
     def test_wrong_types_inside_a_log_are_refused(self, values: dict[str, object]) -> None:

@@ -817,7 +817,7 @@ def test_sessions_in_threads_keep_apart(memory: Mailbox) -> None:
     def learn(name: str) -> int:
         with Session(memory, name) as session, shared_queue(units, memory, name, load) as queue:
             for _ in queue:
-                until(lambda: len(memory.list("learners/")) == 3)
+                until(lambda: len({key.split("/")[1] for key in memory.list("learners/")}) == 3)
                 session.step(samples=1)
             return session.rates.batches
 

@@ -90,9 +90,10 @@ class TestNearTheLimit:
 
     def test_requests_are_counted_by_verb(self) -> None:
         outcome = simulate(self.units, nodes(), latency=0.05)
-        assert sum(outcome.requests.values()) - outcome.requests["Put"] == outcome.claim_requests
+        others = sum(outcome.requests.values()) - outcome.requests["Put"] - outcome.claim_requests
+        assert 4 * 4 <= others <= 4 * 8, "each finds the run in a few calls"
         assert sum(outcome.units) == len(self.units)
-        assert outcome.claim_requests / len(self.units) <= 3.2
+        assert outcome.claim_requests / len(self.units) <= 2.4
 
     def test_more_nodes_than_units(self) -> None:
         units = unit_grid(3, 2, 1, taper=False)

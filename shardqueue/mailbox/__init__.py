@@ -18,10 +18,16 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from shardqueue.errors import InvalidInputError, MailboxRefusedError, MailboxUnavailableError
+from shardqueue.errors import (
+    InvalidInputError,
+    MailboxRefusedError,
+    MailboxUnavailableError,
+    ShardQueueWarning,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -63,29 +69,47 @@ class Mailbox(Protocol):
 
 
 def open_mailbox(
-    url: str | os.PathLike[str] | Mailbox, *, prove: bool = True, **storage_options: Any
+    url: str | os.PathLike[str] | Mailbox,
+    *,
+    prove: bool = True,
+    allow_unproven: bool = False,
+    **storage_options: Any,
 ) -> Mailbox:
     """Open the mailbox at `url`.
 
     Args:
-        url: a folder (`/data/run1`, `~/run1`, `file:///data/run1`), a bucket and prefix (`s3://bucket/run1`), or
-            `memory://name` (this process only). An object that already is a mailbox is returned as it is.
+        url: a folder (`/data/run1`, `~/run1`, `file:///data/run1`), a bucket and prefix (`s3://bucket/run1`,
+            `gs://bucket/run1`, `az://container/run1`), or `memory://name` (this process only). An object that already
+            is a mailbox is returned as it is.
         prove: prove on an object store, and on a mailbox of a kind that is not ours, that its create is exclusive
             (five calls). False writes nothing: a folder must exist. It is for those who only look.
-        storage_options: for a bucket, what s3fs takes: `key=`, `secret=`, `endpoint_url=`, `client_kwargs=`...,
-            and `deadline=`, the seconds one call may go on trying (60).
+        allow_unproven: also take a URL of any other kind that fsspec knows (no cache), if its create passes that
+            proof and thirty races of eight threads. It warns: a store that checks and then acts can pass, and then
+            grant a unit twice.
+        storage_options: for a bucket, what its filesystem of fsspec (s3fs, gcsfs, adlfs) takes: `key=`, `secret=`,
+            `endpoint_url=`, `token=`, `account_name=`..., and `deadline=`, the seconds one call may go on trying
+            (60).
 
     Raises:
         MailboxRefusedError: no exclusive create is known, or proven, for this store.
         MailboxError: the store cannot be used: credentials, a missing bucket, a path that is a file.
-        MailboxUnavailableError: the store did not answer.
+        MailboxUnavailableError: the store did not answer; after 5 seconds when no server can be there.
         InvalidInputError: `url` or an option is malformed.
     """
     if not isinstance(url, str | os.PathLike):
         return _checked(url, prove, storage_options)
+    from shardqueue.mailbox.objects import SCHEMES
+
     scheme, rest = _split(url)
-    if scheme in _OBJECT_STORES:
+    if scheme in SCHEMES:
         return _open_bucket(f"{scheme}://{rest}", prove, storage_options)
+    if scheme not in ("file", "memory"):
+        cached = not _CACHES.isdisjoint([scheme, *str(url).split("::")])
+        if cached or not allow_unproven:
+            reason = _CACHE if cached else _REASONS.get(scheme, _UNKNOWN)
+            shown = scheme if scheme.endswith("::") else f"{scheme}://"
+            raise MailboxRefusedError(f"{shown} is refused: {reason}; {_WORKS}")
+        return _open_unproven(str(url), prove, storage_options)
     if storage_options:
         raise InvalidInputError(
             "storage_options",
@@ -97,8 +121,6 @@ def open_mailbox(
         from shardqueue.mailbox.memory import named
 
         return named(rest)
-    if scheme != "file":
-        raise MailboxRefusedError(f"{scheme}:// is refused: {_REASONS.get(scheme, _UNKNOWN)}; {_WORKS}")
     from shardqueue.mailbox.files import FileMailbox
 
     return FileMailbox(Path(rest).expanduser(), create=prove)
@@ -121,15 +143,14 @@ def _checked(mailbox: object, prove: bool, storage_options: dict[str, Any]) -> M
 
 
 def _split(url: str | os.PathLike[str]) -> tuple[str, str]:
-    """The scheme and what follows it; a path is of the scheme `file`."""
+    """The scheme and what follows it; a path is of the scheme `file`, a chain of its first link's name and `::`."""
     if not isinstance(url, str):
         return "file", os.fspath(url)
     if not url.strip():
         raise InvalidInputError("url", url, "not empty", _WORKS)
     found = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)(::|://)", url)
     if "::" in url:
-        chain = found[1] if found else "a chained URL"
-        raise MailboxRefusedError(f"{chain}:: is refused: {_REASONS['simplecache']}; {_WORKS}")
+        return f"{url.partition('::')[0].partition('://')[0].lower()}::", url
     if found is None:
         if re.match(r"[a-z][a-z0-9]+:/", url):
             raise InvalidInputError("url", url, "a path or scheme://...", "write both slashes")
@@ -149,6 +170,7 @@ def _open_bucket(url: str, prove: bool, storage_options: dict[str, Any]) -> Mail
     from shardqueue.mailbox.probe import prove_exclusive
 
     mailbox = ObjectMailbox(url, **storage_options)
+    mailbox.expect_answer(_FIRST_ANSWER_SECONDS)
     if prove:
         try:
             prove_exclusive(mailbox)
@@ -158,14 +180,33 @@ def _open_bucket(url: str, prove: bool, storage_options: dict[str, Any]) -> Mail
     return mailbox
 
 
-_OBJECT_STORES = ("s3", "s3a")
-_WORKS = "give a folder that all learners reach, s3://bucket/prefix, or memory://name within one process"
-_UNKNOWN = "no exclusive create is known for it"
+def _open_unproven(url: str, prove: bool, storage_options: dict[str, Any]) -> Mailbox:
+    from shardqueue.mailbox.probe import prove_exclusive, prove_races
+    from shardqueue.mailbox.unproven import UnprovenMailbox
+
+    mailbox = UnprovenMailbox(url, **storage_options)
+    if prove:
+        prove_exclusive(mailbox)
+        prove_races(mailbox)
+    warnings.warn(
+        f"{mailbox!r}: no exclusive create is known for this store. A store that checks and then acts can pass the "
+        f"proof, and then grant a unit twice, or show half a record; {_WORKS}",
+        ShardQueueWarning,
+        stacklevel=3,
+    )
+    return mailbox
+
+
+_FIRST_ANSWER_SECONDS = 5.0
+_WORKS = (
+    "give a folder that all learners reach, s3://bucket/prefix, gs://bucket/prefix, az://container/prefix, or "
+    "memory://name within one process"
+)
+_UNKNOWN = "no exclusive create is known for it (allow_unproven=True puts it to the proof)"
+_CACHES = frozenset(("simplecache", "filecache", "blockcache", "cached"))
 _CACHE = "a cache would answer in place of the store, and it drops the condition of an exclusive create"
-_LATER = "it is not supported yet"
 _REASONS = {
-    **dict.fromkeys(("simplecache", "filecache", "blockcache", "cached"), _CACHE),
-    **dict.fromkeys(("gs", "gcs", "az", "abfs", "abfss", "adl"), _LATER),
+    "adl": "Data Lake Storage Gen1 is retired; use az:// or abfs://",
     **dict.fromkeys(
         ("sftp", "ssh"), "its create is check-then-act, and an exclusive open leaves an empty file"
     ),

@@ -1,8 +1,9 @@
 """Mailboxes that misbehave on purpose: wrappers for tests, benchmarks and rehearsals.
 
 Each is itself a mailbox around another one, so they stack. `Delayed` makes calls slow, `Counted` counts them,
-`Outage` makes the store unreachable, `LostResponse` lets a write land and loses its answer. Errors raised here
-are the ones a real store raises; nothing else is changed, and the wrapped mailbox's `listing` shows through.
+`Outage` makes the store unreachable, `LostResponse` lets a write land and loses its answer, `StaleListing` lists what
+was there a while ago, `TornRead` reads half a body. Errors raised here are the ones a real store raises; nothing else
+is changed, and the wrapped mailbox's `listing` shows through.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
 from shardqueue.errors import InvalidInputError, MailboxUnavailableError
+from shardqueue.mailbox.names import check_listing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -137,14 +140,8 @@ class Outage(Wrapper):
         return forward()
 
 
-class LostResponse(Wrapper):
-    """A write lands, and its caller is told that the outcome is unknown.
-
-    Args:
-        mailbox: what to wrap.
-        every: lose the answer of each n-th write (`put` and `put_if_absent` together); 1 loses all.
-        when: or lose those for which `when(verb, key)` is true. One of the two must be given.
-    """
+class _Chosen(Wrapper):
+    """Misbehaves in some of its calls: each n-th of those that can, or those a rule names."""
 
     def __init__(
         self,
@@ -155,23 +152,106 @@ class LostResponse(Wrapper):
         super().__init__(mailbox)
         if (every is None) == (when is None):
             raise InvalidInputError(
-                "every, when", (every, when), "exactly one of them", "pass every=1 to lose all"
+                "every, when", (every, when), "exactly one of them", "pass every=1 for all"
             )
-        if every is not None and every < 1:
-            raise InvalidInputError("every", every, "at least 1", "pass 1 to lose all")
+        if every is not None:
+            _check_every(every)
         self._every, self._when = every, when
         self._lock = threading.Lock()
-        self._writes = 0
+        self._calls = 0
 
-    def _around(self, verb: str, name: str, forward: Callable[[], T]) -> T:
-        answer = forward()
-        if verb in ("put", "put_if_absent") and self._loses(verb, name):
-            raise MailboxUnavailableError(f"{self!r} lost the answer to {verb}({name!r}); the write landed")
-        return answer
-
-    def _loses(self, verb: str, key: str) -> bool:
+    def _chooses(self, verb: str, key: str) -> bool:
         if self._when is not None:
             return self._when(verb, key)
         with self._lock:
-            self._writes += 1
-            return self._writes % (self._every or 1) == 0
+            self._calls += 1
+            return self._calls % (self._every or 1) == 0
+
+
+class LostResponse(_Chosen):
+    """A write lands, and its caller is told that the outcome is unknown.
+
+    Args:
+        mailbox: what to wrap.
+        every: lose the answer of each n-th write (`put` and `put_if_absent` together); 1 loses all.
+        when: or lose those for which `when(verb, key)` is true. One of the two must be given.
+    """
+
+    def _around(self, verb: str, name: str, forward: Callable[[], T]) -> T:
+        answer = forward()
+        if verb in ("put", "put_if_absent") and self._chooses(verb, name):
+            raise MailboxUnavailableError(f"{self!r} lost the answer to {verb}({name!r}); the write landed")
+        return answer
+
+
+class TornRead(_Chosen):
+    """A `get` answers with only the beginning of what the key holds.
+
+    No mailbox may do this: bodies appear whole. It is for seeing that nothing acts on part of a record.
+
+    Args:
+        mailbox: what to wrap.
+        every: tear each n-th read; 1 tears all.
+        when: or tear those for which `when("get", key)` is true. One of the two must be given.
+        keep: the share of the body that is answered, from 0 (nothing of it) to less than 1; rounded down to bytes.
+    """
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        every: int | None = None,
+        when: Callable[[str, str], bool] | None = None,
+        keep: float = 0.5,
+    ) -> None:
+        super().__init__(mailbox, every, when)
+        if not 0 <= keep < 1:
+            raise InvalidInputError("keep", keep, "from 0 to less than 1", "pass 0.5 for half of the body")
+        self._keep = keep
+
+    def get(self, key: str) -> bytes | None:
+        """See `Mailbox.get`, of which this breaks the promise."""
+        body = self._mailbox.get(key)
+        if body is not None and self._chooses("get", key):
+            return body[: int(len(body) * self._keep)]
+        return body
+
+    def _around(self, verb: str, name: str, forward: Callable[[], T]) -> T:  # noqa: ARG002
+        return forward()
+
+
+class StaleListing(Wrapper):
+    """Listings answer from a snapshot of all keys, which is taken anew at every n-th listing.
+
+    In between they neither show what was created nor miss what was deleted. All other calls go to the store as it is,
+    so a key may be read, or found to exist, that no listing shows yet. Who shares the wrapper shares the snapshot.
+
+    Args:
+        mailbox: what to wrap.
+        every: listings to a snapshot; 1 lists the store each time.
+    """
+
+    def __init__(self, mailbox: Mailbox, every: int) -> None:
+        super().__init__(mailbox)
+        _check_every(every)
+        self._every = every
+        self._lock = threading.Lock()
+        self._listings = 0
+        self._snapshot: list[str] = []
+
+    def list(self, prefix: str, after: str = "", limit: int | None = None) -> list[str]:
+        """See `Mailbox.list`; of the keys in the snapshot."""
+        check_listing(prefix, after, limit)
+        with self._lock:
+            if self._listings % self._every == 0:
+                self._snapshot = self._mailbox.list("")
+            self._listings += 1
+            found = (key for key in self._snapshot if key.startswith(prefix) and key > after)
+            return list(islice(found, limit))
+
+    def _around(self, verb: str, name: str, forward: Callable[[], T]) -> T:  # noqa: ARG002
+        return forward()
+
+
+def _check_every(every: int) -> None:
+    if every < 1:
+        raise InvalidInputError("every", every, "at least 1", "pass 1 for every call")

@@ -13,14 +13,14 @@ from __future__ import annotations
 import os
 import threading
 from bisect import bisect_left, bisect_right, insort
-from itertools import islice, takewhile
+from itertools import islice
 from typing import TYPE_CHECKING, NoReturn
 
 from shardqueue.errors import MailboxRefusedError
 from shardqueue.mailbox.names import check_body, check_key, check_keys, check_listing
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
     from typing import Self
 
 
@@ -65,8 +65,7 @@ class MemoryMailbox:
         check_listing(prefix, after, limit)
         self._check_process()
         with self._lock:
-            keys = self._keys.above(after) if after >= prefix else self._keys.at_or_above(prefix)
-            return list(islice(takewhile(lambda key: key.startswith(prefix), keys), limit))
+            return self._keys.between(prefix, after, limit)
 
     def put(self, key: str, data: bytes) -> None:
         """See `Mailbox.put`."""
@@ -145,15 +144,19 @@ class _SortedKeys:
         else:
             del self._chunks[at], self._lasts[at]
 
-    def at_or_above(self, key: str) -> Iterator[str]:
-        at = bisect_left(self._lasts, key)
-        return self._walk(at, bisect_left(self._chunks[at], key) if at < len(self._chunks) else 0)
-
-    def above(self, key: str) -> Iterator[str]:
-        at = bisect_right(self._lasts, key)
-        return self._walk(at, bisect_right(self._chunks[at], key) if at < len(self._chunks) else 0)
-
-    def _walk(self, at: int, first: int) -> Iterator[str]:
+    def between(self, prefix: str, after: str, limit: int | None) -> list[str]:
+        """Those that start with `prefix` and are above `after`, the first `limit` of them."""
+        find, begin = (bisect_right, after) if after >= prefix else (bisect_left, prefix)
+        at = find(self._lasts, begin)
+        first = find(self._chunks[at], begin) if at < len(self._chunks) else 0
+        found: list[str] = []
         for chunk in islice(self._chunks, at, None):
-            yield from islice(chunk, first, None)
+            ends = not chunk[-1].startswith(prefix)
+            stop = (
+                bisect_left(chunk, True, first, key=lambda key: not key.startswith(prefix)) if ends else None
+            )
+            found += chunk[first:stop]
             first = 0
+            if ends or (limit is not None and len(found) >= limit):
+                break
+        return found[:limit]

@@ -33,7 +33,7 @@ def check_key(key: object) -> None:
         raise InvalidInputError(
             "key", key, "a non-empty string", "name the object, as in 'units/000000-0.json'"
         )
-    _check_text("key", key, key.split("/"))
+    _check_text("key", key, key)
 
 
 def check_keys(keys: Iterable[str]) -> list[str]:
@@ -63,7 +63,7 @@ def check_listing(prefix: str, after: str, limit: int | None) -> None:
         if not isinstance(value, str):
             raise InvalidInputError(name, value, "a string", "pass '' for everything")
         if value:
-            _check_text(name, value, value.removesuffix("/").split("/"))
+            _check_text(name, value, value.removesuffix("/"))
     if limit is not None and limit < 0:
         raise InvalidInputError("limit", limit, "None or at least 0", "pass None for all keys")
 
@@ -73,22 +73,23 @@ def is_segment(text: str) -> bool:
     return bool(text) and text[0] != "." and not _NEVER.search(text) and len(text.encode()) <= MAX_SEGMENT
 
 
-def _check_text(name: str, text: str, segments: list[str]) -> None:
+def _check_text(name: str, text: str, path: str) -> None:
+    """Raise unless `path`, what `text` is without a slash that a prefix may end with, is made of segments."""
     wrong = _NEVER.search(text)
     if wrong:
         bound = f"free of {wrong[0]!r} (control characters, backslashes and half characters)"
         raise InvalidInputError(
             name, text, bound, "escape the identifier, for instance with urllib.parse.quote"
         )
-    if "" in segments:
+    if path[:1] in ("", "/") or path[-1] == "/" or "//" in path:
         raise InvalidInputError(
             name, text, "without an empty segment", "remove the leading, trailing or doubled '/'"
         )
-    if any(segment[0] == "." for segment in segments):
+    if path[0] == "." or "/." in path:
         raise InvalidInputError(name, text, "without a segment that starts with '.'", "rename that segment")
     size = len(text.encode())
     if size > MAX_KEY:
         raise InvalidInputError(name, text, f"at most {MAX_KEY} bytes of UTF-8, not {size}", "shorten it")
-    if size > MAX_SEGMENT and max(len(segment.encode()) for segment in segments) > MAX_SEGMENT:
+    if size > MAX_SEGMENT and max(len(segment.encode()) for segment in path.split("/")) > MAX_SEGMENT:
         bound = f"of segments of at most {MAX_SEGMENT} bytes of UTF-8"
         raise InvalidInputError(name, text, bound, "shorten the identifier or split it with '/'")

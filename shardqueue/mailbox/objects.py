@@ -10,6 +10,9 @@ A `Store` makes one request and raises what its client raises. `Settler` gives t
 - What trying again cannot mend (credentials, a missing bucket, a wrong region, a bad option) is `MailboxError`
   at once. At the deadline: `MailboxUnavailableError`, with the last answer.
 
+- Until something has answered, a server that seems not to be there (nothing listens, an unknown name, no TLS where
+  TLS is asked, a connection cut at once) may be given less than the deadline: at opening, it is likely a mistake.
+
 `ObjectMailbox` keeps URL and options, and makes a store in each process that uses it; a pickle carries just
 those two. Neither its `repr` nor any message holds a credential.
 """
@@ -19,27 +22,51 @@ from __future__ import annotations
 import os
 import random
 import re
+import threading
 import time
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 from shardqueue.clock import SystemClock
 from shardqueue.errors import InvalidInputError, MailboxError, MailboxRefusedError, MailboxUnavailableError
 from shardqueue.mailbox.names import check_body, check_key, check_keys, check_listing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from shardqueue.clock import Clock
 
 T = TypeVar("T")
 
-# An S3 key has 1,024 bytes; `names.MAX_KEY` of them are the key's own.
+# A key in S3, GCS or Azure has 1,024 bytes; `names.MAX_KEY` of them are the key's own.
 _MAX_PREFIX = 200
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,253}[A-Za-z0-9]")
-_SECRET_NAMES = re.compile(r"key|secret|token|password|username|credential|sas", re.IGNORECASE)
-_SECRET_TEXTS = re.compile(r"(?<=://)[^/\s@'\"]+@|\b(?:AKIA|ASIA)[A-Z0-9]{12,}")
+_SECRET_NAMES = re.compile(
+    r"key|secret|token|password|username|credential|sas|^sig|signature|connection_string", re.IGNORECASE
+)
+_SECRET_TEXTS = re.compile(
+    r"(?<=://)[^/\s@'\"]+@|\b(?:AKIA|ASIA)[A-Z0-9]{12,}|\bya29\.[\w.-]+|(?<=[?&]sig=)[^&\s'\"]+|(?<=AccountKey=)[^;\s]+"
+)
+
+
+SCHEMES = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
+_CLIENTS = {"s3": "'s3fs>=2026.2.0'", "gs": "'shardqueue[gcs]'", "az": "'shardqueue[azure]'"}
+_AZURE_HOST = re.compile(r"([a-z0-9$-]+)@([a-z0-9]+)\.(?:dfs|blob)\.core\.windows\.net")
+
+
+class Place(NamedTuple):
+    """A bucket and what comes before the keys in it; `scheme` is the one that stands for all names of a store."""
+
+    scheme: str
+    bucket: str
+    prefix: str
+
+    @property
+    def shown(self) -> str:
+        """The place as a URL, free of credentials."""
+        url = f"{self.scheme}://{self.bucket}/{self.prefix}".rstrip("/")
+        return re.sub(r"(?<=://)[^/@]*@", "***@", url)
 
 
 class Store(Protocol):
@@ -96,6 +123,11 @@ class Settler:
         self._store, self._shown, self._deadline, self._hide = store, shown, deadline, hide
         self._clock, self._sleep = clock or SystemClock(), sleep
         self._random = random.Random()
+        self._patience, self._is_there = deadline, False
+
+    def expect_answer(self, seconds: float) -> None:
+        """Until a first answer came, give up after `seconds` on a server that seems not to be there."""
+        self._patience = min(seconds, self._deadline)
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
         """See `Mailbox.put_if_absent`."""
@@ -126,7 +158,7 @@ class Settler:
             self._store.write(key, data)
         except Exception as error:
             self._refuse_if_useless(verb, error)
-            self._give_up(verb, 1, error)
+            self._give_up(verb, 1, error, self._deadline)
 
     def delete(self, keys: list[str]) -> None:
         """See `Mailbox.delete`."""
@@ -162,26 +194,36 @@ class Settler:
         started, tries = self._clock.monotonic(), 0
         while True:
             try:
-                return ask()
+                answer = ask()
             except Exception as error:
                 self._refuse_if_useless(verb, error)
+                self._is_there = self._is_there or unreachable(error) is None
+                deadline = self._deadline if self._is_there else self._patience
                 pause = min(0.05 * 2**tries, 5.0) * self._random.uniform(0.5, 1.0)
                 tries += 1
-                if self._clock.monotonic() - started + pause > self._deadline:
-                    self._give_up(verb, tries, error)
+                if self._clock.monotonic() - started + pause > deadline:
+                    self._give_up(verb, tries, error, deadline)
+            else:
+                self._is_there = True
+                return answer
             self._sleep(pause)
 
     def _refuse_if_useless(self, verb: str, error: Exception) -> None:
         if isinstance(error, MailboxError):
             raise error
         remedy = self._store.remedy(error)
+        if _comes_of_exit(error):
+            # A daemon thread pauses, and is stopped in that pause; any other would be waited for.
+            remedy = None if threading.current_thread().daemon else "leave the queue before the program ends"
         if remedy is not None:
             raise MailboxError(f"{self._shown}: {verb}: {said(error, self._hide)}; {remedy}") from None
 
-    def _give_up(self, verb: str, tries: int, error: Exception) -> NoReturn:
+    def _give_up(self, verb: str, tries: int, error: Exception, deadline: float) -> NoReturn:
+        absent = None if self._is_there else unreachable(error)
+        remedy = absent or "it may have taken effect, and trying again with the same bytes is right"
         raise MailboxUnavailableError(
-            f"{self._shown}: {verb} got no clear answer in {tries} tries (deadline {self._deadline:g} s); the last "
-            f"was {said(error, self._hide)}; it may have taken effect, and trying again with the same bytes is right"
+            f"{self._shown}: {verb} got no clear answer in {tries} tries (deadline {deadline:g} s); the last "
+            f"was {said(error, self._hide)}; {remedy}"
         ) from None
 
 
@@ -189,20 +231,28 @@ class ObjectMailbox:
     """A mailbox under `scheme://bucket/prefix`.
 
     Args:
-        url: for now `s3://bucket` or `s3://bucket/prefix`.
+        url: `s3://`, `gs://` or `az://`, a bucket (a container), and a prefix or none. `s3a`, `gcs`, `abfs` and
+            `abfss` are other names of the three; Azure's may be `abfss://container@account.dfs.core.windows.net/prefix`.
         deadline: seconds after which one call is not tried again.
         storage_options: what the scheme's fsspec filesystem takes.
     """
 
-    listing = "page"
-
     def __init__(self, url: str, *, deadline: float = 60.0, **storage_options: Any) -> None:
-        self._bucket, self._prefix = _parsed(url)
         if not deadline > 0:
             raise InvalidInputError("deadline", deadline, "more than 0 seconds", "pass 60")
-        self._deadline, self._options = deadline, storage_options
+        self._place, implied = self._parsed(url)
+        self._deadline, self._options = deadline, {**implied, **storage_options}
         self._settlers: dict[int, Settler] = {}
         self._settler()
+
+    @property
+    def listing(self) -> str:
+        """What a listing costs: "page", or on Azure "scan" (see `Mailbox`)."""
+        return "scan" if self._place.scheme == "az" else "page"
+
+    def expect_answer(self, seconds: float) -> None:
+        """Until this process had a first answer, give up after `seconds` on a server that seems not to be there."""
+        self._settler().expect_answer(seconds)
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
         """See `Mailbox.put_if_absent`."""
@@ -216,7 +266,7 @@ class ObjectMailbox:
         return self._settler().get(key)
 
     def list(self, prefix: str, after: str = "", limit: int | None = None) -> list[str]:
-        """See `Mailbox.list`; one request for each 1,000 keys returned.
+        """See `Mailbox.list`; one request for each 1,000 keys returned (on Azure, 5,000 keys under `prefix`).
 
         On a store that sorts folder by folder (SeaweedFS does, AWS does not), `after` is exact among keys of
         one folder, and so are whole listings. Across folders it may leave out keys of a folder whose name is the
@@ -236,24 +286,43 @@ class ObjectMailbox:
         self._settler().delete(check_keys(keys))
 
     def __repr__(self) -> str:
-        return f"ObjectMailbox({self._shown!r})"
+        return f"{type(self).__name__}({self._shown!r})"
 
     def __eq__(self, other: object) -> bool:
         """Whether both lead to the same prefix with the same options."""
         if not isinstance(other, ObjectMailbox):
             return NotImplemented
-        mine, theirs = ((m._bucket, m._prefix, m._options) for m in (self, other))
+        mine, theirs = ((type(m), m._place, m._options) for m in (self, other))
         return mine == theirs
 
     def __hash__(self) -> int:
-        return hash((self._bucket, self._prefix))
+        return hash(self._place)
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_settlers": {}}
 
     @property
     def _shown(self) -> str:
-        return f"s3://{self._bucket}/{self._prefix}".rstrip("/")
+        return self._place.shown
+
+    @staticmethod
+    def _parsed(url: str) -> tuple[Place, dict[str, Any]]:
+        return _parsed(url)
+
+    def _store(self) -> Store:
+        place = self._place
+        base = f"{place.prefix}/" if place.prefix else ""
+        if place.scheme == "gs":
+            from shardqueue.mailbox.gcs import GcsStore
+
+            return GcsStore(place.bucket, base, self._options)
+        if place.scheme == "az":
+            from shardqueue.mailbox.azure import AzureStore
+
+            return AzureStore(place.bucket, base, self._options)
+        from shardqueue.mailbox.s3 import S3Store
+
+        return S3Store(place.bucket, base, self._options)
 
     def _settler(self) -> Settler:
         # A store made before a fork must not be used, nor finalised, after it: each process has its own entry.
@@ -269,15 +338,14 @@ class ObjectMailbox:
             return _SECRET_TEXTS.sub("***", text)
 
         try:
-            from shardqueue.mailbox.s3 import S3Store
-
-            store = S3Store(self._bucket, f"{self._prefix}/" if self._prefix else "", self._options)
+            store = self._store()
         except MailboxError:
             raise
         except ImportError as error:
-            raise MailboxRefusedError(f"{self._shown}: {error}; install 's3fs>=2026.2.0'") from error
+            client = _CLIENTS.get(self._place.scheme, "what is missing")
+            raise MailboxRefusedError(f"{self._shown}: {hide(str(error))}; pip install {client}") from error
         except Exception as error:
-            remedy = "correct the options given to open_mailbox"
+            remedy = "correct the URL and the options given to open_mailbox"
             raise MailboxError(f"{self._shown} cannot be opened: {said(error, hide)}; {remedy}") from None
         return Settler(store, self._shown, self._deadline, hide)
 
@@ -288,28 +356,95 @@ def said(error: Exception, hide: Callable[[str], str]) -> str:
     return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
 
 
-def _parsed(url: str) -> tuple[str, str]:
+def _comes_of_exit(error: Exception) -> bool:
+    """Whether the interpreter ends and has taken executors and sessions away from the client."""
+    if not isinstance(error, RuntimeError):
+        return False
+    return "shutdown" in str(error) or not threading.main_thread().is_alive()
+
+
+def unreachable(error: BaseException) -> str | None:
+    """Why no server seems to be where `error` comes from, and what to do; None when one is there, or may be."""
+    import socket
+    import ssl
+
+    for cause in _causes(error):
+        text = str(cause)
+        if isinstance(cause, socket.gaierror):
+            return "no host of that name is known: check the name"
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            return "its certificate is not trusted: check the name, or pass the authority's certificate"
+        if "WRONG_VERSION_NUMBER" in text or "record layer failure" in text:
+            return "it does not speak TLS: write http:// for https://"
+        if "\\x15\\x03" in text:
+            return "it speaks TLS: write https:// for http://"
+        if isinstance(cause, ConnectionRefusedError) or "Connect call failed" in text:
+            return "nothing listens there: check address and port"
+        if isinstance(cause, ConnectionResetError) or type(cause).__name__ == "ServerDisconnectedError":
+            return "it hangs up at once, as a port that speaks TLS does: write https:// for http://, if it is one"
+    return None
+
+
+def require_version(package: str, installed: str, floor: str, extra: str) -> None:
+    """Raise `MailboxRefusedError` if `installed` is an older year and month than `floor`."""
+    found = re.match(r"(\d+)\.(\d+)", installed)
+    year, month = floor.split(".")[:2]
+    if found and (int(found[1]), int(found[2])) < (int(year), int(month)):
+        raise MailboxRefusedError(
+            f"{package} {installed} is older than any whose create is known to be exclusive; "
+            f"pip install 'shardqueue[{extra}]', which asks for {package}>={floor}"
+        )
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """An error and what lies under it, by the names that Python and the clients give it."""
+    waiting: list[object] = [error]
+    seen: set[int] = set()
+    while waiting:
+        cause = waiting.pop(0)
+        if not isinstance(cause, BaseException) or id(cause) in seen:
+            continue
+        seen.add(id(cause))
+        yield cause
+        waiting += [
+            cause.__cause__,
+            getattr(cause, "os_error", None),
+            getattr(cause, "inner_exception", None),
+        ]
+        waiting += (getattr(cause, "kwargs", None) or {}).values()
+
+
+def _parsed(url: str) -> tuple[Place, dict[str, Any]]:
+    """Where a URL leads, and the options that it implies."""
     scheme, _, rest = url.partition("://")
-    shown = re.sub(r"^[^/]*@", "***@", rest)
-    if scheme not in ("s3", "s3a"):
-        raise MailboxRefusedError(f"{scheme}://{shown}: only s3:// is supported among the object stores yet")
+    shown = f"{scheme}://{re.sub(r'^[^/]*@', '***@', rest)}"
+    canonical = SCHEMES.get(scheme)
+    if canonical is None:
+        raise MailboxRefusedError(
+            f"{shown}: object stores are {', '.join(sorted(SCHEMES))}; correct the scheme"
+        )
     bucket, _, prefix = rest.partition("/")
+    options = {}
+    account = _AZURE_HOST.fullmatch(bucket) if canonical == "az" else None
+    if account:
+        bucket, options["account_name"] = account[1], account[2]
     if "@" in bucket:
-        remedy = "pass credentials as key= and secret=, or by the environment"
-        raise InvalidInputError("url", f"{scheme}://{shown}", "free of credentials", remedy)
+        remedy = "pass credentials as options, or by the environment"
+        raise InvalidInputError("url", shown, "free of credentials", remedy)
     if not _BUCKET.fullmatch(bucket):
-        raise InvalidInputError("url", url, "s3://bucket/prefix with a bucket's name", "name the bucket")
-    prefix = prefix.strip("/")
+        raise InvalidInputError(
+            "url", shown, f"{scheme}://bucket/prefix with a bucket's name", "name the bucket"
+        )
+    prefix = prefix.rstrip("/")
     segments = prefix.split("/") if prefix else []
-    if any(segment in ("", ".", "..") for segment in segments) or not prefix.isprintable():
-        raise InvalidInputError(
-            "url", url, "free of '//', '.', '..' and control characters", "clean the prefix"
-        )
-    if len(prefix.encode()) > _MAX_PREFIX:
-        raise InvalidInputError(
-            "url", url, f"of a prefix of at most {_MAX_PREFIX} bytes", "shorten the prefix"
-        )
-    return bucket, prefix
+    if any(segment in ("", ".", "..") for segment in segments) or not prefix.isprintable() or "\\" in prefix:
+        bound = "free of '//', '.', '..', backslashes and control characters"
+        raise InvalidInputError("url", shown, bound, "clean the prefix")
+    size = len(prefix.encode())
+    if size > _MAX_PREFIX:
+        bound = f"of a prefix of at most {_MAX_PREFIX} bytes, not {size}"
+        raise InvalidInputError("url", shown, bound, "shorten the prefix")
+    return Place(canonical, bucket, prefix), options
 
 
 def _secrets(options: object, secret: bool = False) -> list[str]:
@@ -321,4 +456,6 @@ def _secrets(options: object, secret: bool = False) -> list[str]:
             found.update(_secrets(value, hidden))
     elif secret and isinstance(options, str) and len(options) > 2:
         found.add(options)
+        fields = (field.partition("=") for field in re.split("[?&;]", options))
+        found.update(value for name, _, value in fields if _SECRET_NAMES.search(name) and len(value) > 2)
     return sorted(found, key=len, reverse=True)

@@ -1,7 +1,7 @@
 """Single requests to an S3 bucket over s3fs.
 
-Every layer below is told not to try again, for `Settler` does: s3fs, botocore, and a bound on each call by
-time-outs. Caches are off, and keys go to the API as they are: s3fs's path functions cut a key at "?versionId=".
+Every layer below is told not to try again, for `Settler` does: s3fs, botocore and aiohttp; time-outs bound each
+call. Caches are off, and keys go to the API as they are: s3fs's path functions cut a key at "?versionId=".
 A client whose PUT has no If-None-Match drops the condition silently, so it is refused before the first request.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import s3fs
+from aiobotocore.httpsession import AIOHTTPSession
 from botocore.exceptions import (
     BotoCoreError,
     DataNotFoundError,
@@ -23,12 +24,25 @@ from botocore.exceptions import (
 from fsspec.asyn import sync
 
 from shardqueue.errors import MailboxRefusedError
+from shardqueue.mailbox.inherited import leave_open
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
 
 _CALL_SECONDS = 45.0
+
+
+class _SendsOnce(AIOHTTPSession):  # type: ignore[misc]
+    """aiohttp sends a PUT whose connection was lost once more, unasked: an older log could follow a newer one."""
+
+    async def _get_session(self, proxy_url: str | None) -> Any:
+        session = await super()._get_session(proxy_url)
+        session._retry_connection = False
+        return session
+
+
 _CONFIG = {
+    "http_session_cls": _SendsOnce,
     "connect_timeout": 10,
     "read_timeout": 20,
     "retries": {"max_attempts": 0},
@@ -40,6 +54,8 @@ _CREDENTIALS = (
 )
 _BUCKET = "create the bucket or correct the URL (and endpoint_url, when it is not AWS)"
 _REGION = "pass the bucket's region as client_kwargs={'region_name': ...}"
+_RENEW = "renew the credentials"
+_NO_S3 = "this is no answer of S3: correct endpoint_url (https:// for http://, if that port speaks TLS)"
 _REMEDIES = {
     "NoSuchBucket": _BUCKET,
     "InvalidBucketName": _BUCKET,
@@ -47,7 +63,12 @@ _REMEDIES = {
     "AuthorizationHeaderMalformed": _REGION,
     "IllegalLocationConstraintException": _REGION,
     "301": _REGION,
-    "ExpiredToken": "renew the credentials",
+    "ExpiredToken": _RENEW,
+    "ExpiredTokenException": _RENEW,
+    "TokenRefreshRequired": _RENEW,
+    "InvalidToken": _CREDENTIALS,
+    "MethodNotAllowed": _NO_S3,
+    "400": _NO_S3,
     "RequestTimeTooSkewed": "set this machine's clock",
     "NotImplemented": "this server cannot create objects exclusively; use another store",
 }
@@ -90,6 +111,7 @@ class S3Store:
             "config_kwargs": {**_CONFIG, **(options.get("config_kwargs") or {})},
         }
         self._fs: Any = s3fs.S3FileSystem(**{**options, **forced})
+        leave_open(self._fs)
         self._fs.retries = 1
         self._fs.connect()
         require_conditional_put(self._fs.s3.meta.service_model)
@@ -136,6 +158,8 @@ class S3Store:
             return _CREDENTIALS
         if isinstance(error, _USELESS):
             return _OPTIONS
+        if status == 400 and not code:
+            return _NO_S3
         if 400 <= status < 500 and status not in _PASSING_STATUS and code not in _PASSING_CODES:
             return _OPTIONS
         if status or isinstance(error, OSError | EOFError | BotoCoreError) or _is_transport(error):

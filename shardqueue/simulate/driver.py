@@ -19,6 +19,8 @@ from itertools import count
 from random import Random
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from shardqueue.claims import Claims, Owner, State
 from shardqueue.errors import InvalidInputError, MailboxUnavailableError
 from shardqueue.learner import LOG_EVERY, Book, log_pauses
@@ -97,8 +99,8 @@ class Outcome:
         batches: trained, by node.
         units: claimed, by node.
         idle: seconds without a batch before the makespan, by node.
-        requests: mailbox calls by verb.
-        claim_requests: of those, all but the logs' writes.
+        requests: mailbox calls by verb, as a store counts them: a create that is lost reads the key, once more.
+        claim_requests: of those, what claiming asked: neither finding the run nor writing logs.
         trained: how often each (unit, batch of the unit) was trained.
         drift: the largest distance between two learners' dataset steps at one time, as a share of the plan.
     """
@@ -131,6 +133,7 @@ class _World:
     events: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
     tick: count[int] = field(default_factory=count)
     requests: Counter[str] = field(default_factory=Counter)
+    claim_requests: int = 0
     trained: Counter[tuple[str, int]] = field(default_factory=Counter)
     places: dict[int, float] = field(default_factory=dict)
     drift: float = 0.0
@@ -260,11 +263,15 @@ class _Learner:
         answer: list[object] = []
 
         def effect() -> None:
-            world.requests[type(ask.call).__name__] += 1
+            verbs = [type(ask.call).__name__]
             try:
                 answer.append(ask.call.perform(world.mailbox))
+                if answer[0] is False:
+                    verbs.append("Get")
             except MailboxUnavailableError as error:
                 answer.append(error)
+            world.requests.update(verbs)
+            world.claim_requests += len(verbs) if machine is self.claims else 0
 
         def hear() -> None:
             if isinstance(answer[0], Exception):
@@ -279,7 +286,6 @@ class _Learner:
     def write_log(self) -> None:
         """Write the log half a call from now."""
         assert self.claims is not None
-        self.book.grade = self.claims.pace.grade
         for page in self.book.pages(self._world.now, self._world.now, 0.0):
             self._world.at(self._world.now + self._world.latency() / 2, partial(self._put, page))
 
@@ -288,7 +294,8 @@ class _Learner:
         self._world.requests["Put"] += 1
         key = self.claims.run.log(page.learner, page.instance, page.process, page.page)
         try:
-            self._world.mailbox.put(key, page.encode())
+            # Without what was trained: nobody reads that here, and writing it out again and again takes long.
+            self._world.mailbox.put(key, replace(page, trained=[]).encode())
         except MailboxUnavailableError:
             self.book.wrote(page, clear=False)
         else:
@@ -438,7 +445,7 @@ def _outcome(
         units=tuple(learner.book.claimed for learner in learners),
         idle=tuple(makespan - learner.busy for learner in learners),
         requests=dict(world.requests),
-        claim_requests=sum(world.requests.values()) - world.requests["Put"],
+        claim_requests=world.claim_requests,
         trained=world.trained,
         drift=world.drift / plan.steps,
         errors=tuple(learner.error for learner in learners if learner.error is not None),

@@ -5,14 +5,25 @@ import pickle
 import socket
 import subprocess
 import sys
+import threading
 import uuid
 from collections import Counter
 from functools import partial
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from mailbox_contract import SharedContract, race
+from servers import (
+    FORKS_AFTER_USE,
+    LEAVES_WHILE_CLAIMING,
+    answering,
+    chained,
+    free_port,
+    printed,
+    self_signed,
+)
 from wire import Wire
 
 from shardqueue.errors import (
@@ -22,11 +33,12 @@ from shardqueue.errors import (
     MailboxUnavailableError,
 )
 from shardqueue.mailbox import Mailbox, open_mailbox
-from shardqueue.mailbox.objects import ObjectMailbox, Settler
+from shardqueue.mailbox.objects import ObjectMailbox, Settler, unreachable
 from shardqueue.mailbox.s3 import require_conditional_put
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from conftest import S3Server
 
@@ -44,15 +56,6 @@ class TestS3(SharedContract):
     @pytest.fixture
     def mailbox(self, s3_server: S3Server, url: str) -> Mailbox:
         return ObjectMailbox(url, **s3_server.options)
-
-
-def chained(error: BaseException | None) -> str:
-    """All that a traceback would print of an error."""
-    texts = []
-    while error is not None:
-        texts.append(repr(error))
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return "\n".join(texts)
 
 
 def test_opening_proves_and_cleans_up(s3_server: S3Server, url: str) -> None:
@@ -163,13 +166,103 @@ def test_a_pickle_holds_no_connection(s3_server: S3Server, url: str) -> None:
     assert fresh.__dict__ == {**mailbox.__dict__, "_settlers": {}}
 
 
-def test_a_closed_port(url: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        endpoint = f"http://127.0.0.1:{taken.getsockname()[1]}"
-    options: dict[str, Any] = {"key": "k1234", "secret": "s1234", "endpoint_url": endpoint, "deadline": 0.5}
-    with pytest.raises(MailboxUnavailableError, match=r"s3://shardqueue/.*deadline 0.5 s") as caught:
+def at(endpoint: str, deadline: float = 0.3) -> dict[str, Any]:
+    """Storage options for whatever is at `endpoint`."""
+    return {"key": "k1234", "secret": "s1234", "endpoint_url": endpoint, "deadline": deadline}
+
+
+def test_a_closed_port_is_said_before_the_deadline(url: str) -> None:
+    options = at(f"http://127.0.0.1:{free_port()}", deadline=60)
+    with pytest.raises(
+        MailboxUnavailableError, match=r"s3://shardqueue/.*deadline 5 s.*nothing listens"
+    ) as caught:
         open_mailbox(url, **options)
+    assert "nothing has answered there yet: check the URL, endpoint_url" in str(caught.value)
     assert "s1234" not in chained(caught.value)
+
+
+def test_an_unknown_host(url: str) -> None:
+    with pytest.raises(MailboxUnavailableError, match="no host of that name is known"):
+        open_mailbox(url, **at("http://no-such-host.invalid"))
+
+
+def test_http_and_https_mixed_up(url: str, tmp_path: Path) -> None:
+    with answering(200, "", tls=self_signed(tmp_path)) as address:
+        with pytest.raises(MailboxUnavailableError, match="write https:// for http://"):
+            open_mailbox(url, **at(f"http://{address}"))
+        with pytest.raises(MailboxUnavailableError, match="certificate is not trusted"):
+            open_mailbox(url, **at(f"https://{address}"))
+    with (
+        answering(200, "") as address,
+        pytest.raises(MailboxUnavailableError, match="write http:// for https://"),
+    ):
+        open_mailbox(url, **at(f"https://{address}"))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "Client sent an HTTP request to an HTTPS server.\n",
+        "<html><title>400 The plain HTTP request was sent to HTTPS port</title></html>",
+    ],
+)
+def test_a_server_that_wants_tls_and_says_so(url: str, body: str) -> None:
+    with answering(400, body) as address, pytest.raises(MailboxError, match="https:// for http://"):
+        open_mailbox(url, **at(f"http://{address}"))
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "remedy"),
+    [
+        (301, "PermanentRedirect", "region"),
+        (400, "AuthorizationHeaderMalformed", "region"),
+        (400, "IllegalLocationConstraintException", "region"),
+        (400, "ExpiredToken", "renew the credentials"),
+        (403, "ExpiredTokenException", "renew the credentials"),
+        (403, "AccessDenied", "allow Get, Put, Delete and List"),
+        (403, "InvalidAccessKeyId", "check the credentials"),
+        (403, "SignatureDoesNotMatch", "check the credentials"),
+        (403, "RequestTimeTooSkewed", "clock"),
+        (404, "NoSuchBucket", "create the bucket"),
+        (405, "MethodNotAllowed", "no answer of S3"),
+        (501, "NotImplemented", "use another store"),
+    ],
+)
+def test_an_answer_that_no_retry_mends(url: str, status: int, code: str, remedy: str) -> None:
+    body = f"<Error><Code>{code}</Code><Message>s1234 is wrong</Message></Error>"
+    with answering(status, body, {"x-amz-bucket-region": "eu-west-1"}) as address:
+        looking = open_mailbox(url, prove=False, **at(f"http://{address}"))
+        for call in (lambda: looking.put_if_absent("a", b"1"), lambda: looking.list("")):
+            with pytest.raises(MailboxError, match=remedy) as caught:
+                call()
+            assert not isinstance(caught.value, MailboxUnavailableError)
+            assert "s1234" not in chained(caught.value)
+
+
+def test_a_busy_server_is_tried_again(url: str) -> None:
+    with answering(503, "<Error><Code>SlowDown</Code><Message>slower</Message></Error>") as address:
+        looking = open_mailbox(url, prove=False, **at(f"http://{address}"))
+        with pytest.raises(MailboxUnavailableError, match=r"in \d+ tries .*slower.*same bytes"):
+            looking.put_if_absent("a", b"1")
+
+
+def test_what_tells_that_nobody_is_there() -> None:
+    def below(*errors: Exception) -> Exception:
+        for error, cause in pairwise(errors):
+            error.__cause__ = cause
+        return errors[0]
+
+    assert unreachable(below(OSError("failed"), ConnectionRefusedError(111, "refused")))
+    assert unreachable(below(OSError("failed"), ValueError(), socket.gaierror(-2, "unknown")))
+    assert unreachable(OSError("503")) is None
+    assert unreachable(TimeoutError()) is None
+    try:
+        raise ConnectionRefusedError("somebody else's")
+    except ConnectionRefusedError:
+        try:
+            raise OSError("503")
+        except OSError as error:
+            assert unreachable(error) is None, "what the caller was handling tells nothing"
 
 
 @pytest.mark.parametrize(
@@ -181,12 +274,33 @@ def test_a_closed_port(url: str) -> None:
         "s3://bucket/a//b",
         "s3://bucket/../b",
         "s3://bucket/a\nb",
+        "s3://bucket//a",
+        "s3://bucket/a\\b",
+        "s3://bucket/a/..",
         f"s3://bucket/{'a' * 201}",
+        f"s3://bucket/{'a' * 1000}",
+        f"s3://bucket/{'ü' * 101}",
+        "gs://B/x",
+        "gs://bucket/a//b",
+        "az://bucket/../b",
+        "abfss://container@elsewhere.net/x",
     ],
 )
 def test_bad_urls(bad: str) -> None:
-    with pytest.raises(InvalidInputError):
+    with pytest.raises(InvalidInputError) as caught:
         ObjectMailbox(bad)
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    "prefix", ["with space", "日本/ü", "a?versionId=3", "a#b", "100%25", "a+b&c", "ü" * 80, "~"]
+)
+def test_any_other_prefix(s3_server: S3Server, prefix: str) -> None:
+    unique = uuid.uuid4().hex
+    mailbox = open_mailbox(f"s3://shardqueue/{unique}/{prefix}", **s3_server.options)
+    assert mailbox.put_if_absent("a b", b"1") is True
+    assert mailbox.list("") == ["a b"]
+    assert ObjectMailbox(f"s3://shardqueue/{unique}", **s3_server.options).list("") == [f"{prefix}/a b"]
 
 
 def test_bad_deadline(url: str) -> None:
@@ -221,6 +335,14 @@ def test_a_process_that_used_it_exits_quietly(s3_server: S3Server, url: str) -> 
     assert (ended.stdout, ended.stderr) == ("True\n", "")
 
 
+def test_a_process_that_leaves_while_it_claims_ends_quietly(s3_server: S3Server, url: str) -> None:
+    assert printed(LEAVES_WHILE_CLAIMING, url, s3_server.options) == ("leaving\n", "")
+
+
+def test_children_leave_the_connections_of_their_parent_alone(s3_server: S3Server, url: str) -> None:
+    assert printed(FORKS_AFTER_USE, url, s3_server.options) == ("0\n0\n0\n['a', 'b']\n", "")
+
+
 class Script:
     """A store whose creates end as scripted, and whose objects are in a dictionary."""
 
@@ -240,6 +362,8 @@ class Script:
             self.objects[key] = data
         if ending == "rival lands first":
             self.objects[key] = b"rival"
+        if ending == "refused":
+            raise ConnectionRefusedError(ending)
         if ending != "lands":
             raise OSError(ending)
 
@@ -332,6 +456,59 @@ def test_an_unsettled_create_is_unknown() -> None:
         mine.put_if_absent("k", b"mine")
     assert 40 < clock.now <= 60
     assert 10 < store.asked.count("create") < 40
+
+
+def test_a_server_that_never_answered_is_given_less_time() -> None:
+    store = Script(*["refused"] * 1000)
+    mine, clock = settler(store, deadline=60.0)
+    mine.expect_answer(5.0)
+    with pytest.raises(MailboxUnavailableError, match=r"deadline 5 s.*nothing listens there"):
+        mine.put_if_absent("k", b"mine")
+    assert 0 < clock.now <= 5
+
+
+@pytest.mark.parametrize("sign", ["answers", "fails"])
+def test_a_server_that_gave_a_sign_has_the_whole_deadline(sign: str) -> None:
+    store = Script()
+    mine, clock = settler(store, deadline=60.0)
+    mine.expect_answer(5.0)
+    if sign == "answers":
+        mine.get("k")
+    store.endings = [*(["fails"] if sign == "fails" else []), *["refused"] * 1000]
+    with pytest.raises(MailboxUnavailableError, match=r"deadline 60 s.*same bytes"):
+        mine.put_if_absent("k", b"mine")
+    assert 40 < clock.now <= 60
+
+
+def test_one_who_did_not_ask_for_haste_has_the_whole_deadline() -> None:
+    mine, clock = settler(Script(*["refused"] * 1000), deadline=60.0)
+    with pytest.raises(MailboxUnavailableError, match=r"deadline 60 s"):
+        mine.put_if_absent("k", b"mine")
+    assert 40 < clock.now <= 60
+
+
+class ProgramEnds(Script):
+    """Its executors are gone for the first two creates."""
+
+    def create(self, key: str, data: bytes) -> None:
+        if self.asked.count("create") < 2:
+            self.asked.append("create")
+            raise RuntimeError("cannot schedule new futures after shutdown")
+        super().create(key, data)
+
+    def remedy(self, error: Exception) -> str | None:
+        return "correct the options"
+
+
+def test_when_the_program_ends_a_daemon_pauses_and_others_hear_of_it() -> None:
+    with pytest.raises(MailboxError, match="leave the queue before the program ends"):
+        settler(ProgramEnds())[0].put_if_absent("k", b"mine")
+    won = []
+    mine, _ = settler(ProgramEnds())
+    thread = threading.Thread(target=lambda: won.append(mine.put_if_absent("k", b"mine")), daemon=True)
+    thread.start()
+    thread.join()
+    assert won == [True]
 
 
 @pytest.mark.parametrize("verb", ["put_if_absent", "put", "get", "list_keys", "delete"])

@@ -64,15 +64,13 @@ def test_a_mailbox_is_itself() -> None:
 @pytest.mark.parametrize(
     ("url", "reason"),
     [
-        ("simplecache::s3://bucket/x", "cache"),
-        ("filecache::memory://x", "cache"),
-        ("simplecache:///x", "cache"),
-        ("zip://x::s3://bucket/x", "cache"),
-        ("gs://bucket/x", "not supported yet"),
-        ("gcs://bucket/x", "not supported yet"),
-        ("az://bucket/x", "not supported yet"),
-        ("abfs://bucket/x", "not supported yet"),
-        ("abfss://bucket/x", "not supported yet"),
+        ("simplecache::s3://bucket/x", "simplecache:: is refused: a cache"),
+        ("filecache::memory://x", "a cache"),
+        ("simplecache:///x", "a cache"),
+        ("zip://x::s3://bucket/x", "zip:: is refused: no exclusive create is known"),
+        ("dir::file:///x", "no exclusive create is known"),
+        ("::x", "no exclusive create is known"),
+        ("adl://bucket/x", "retired"),
         ("sftp://host/x", "check-then-act"),
         ("http://host/x", "cannot create"),
         ("https://host/x", "cannot create"),
@@ -88,6 +86,25 @@ def test_refused(url: str, reason: str) -> None:
     with pytest.raises(MailboxRefusedError, match=reason) as caught:
         open_mailbox(url)
     assert "s3://bucket/prefix" in str(caught.value)
+    assert ("allow_unproven=True" in str(caught.value)) is reason.endswith("is known")
+
+
+@pytest.mark.parametrize(
+    ("url", "client", "extra"),
+    [
+        ("gs://bucket/x", "gcsfs", "gcs"),
+        ("gcs://bucket/x", "gcsfs", "gcs"),
+        ("az://bucket/x", "adlfs", "azure"),
+        ("abfs://bucket/x", "adlfs", "azure"),
+        ("abfss://bucket@account.dfs.core.windows.net/x", "adlfs", "azure"),
+    ],
+)
+def test_a_missing_extra_is_named(url: str, client: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, client, None)
+    monkeypatch.delitem(sys.modules, "shardqueue.mailbox.gcs", raising=False)
+    monkeypatch.delitem(sys.modules, "shardqueue.mailbox.azure", raising=False)
+    with pytest.raises(MailboxRefusedError, match=rf"pip install 'shardqueue\[{extra}\]'"):
+        open_mailbox(url)
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from shardqueue.errors import MailboxError, MailboxRefusedError
 from shardqueue.mailbox.faults import Counted, Outage
 from shardqueue.mailbox.memory import MemoryMailbox
-from shardqueue.mailbox.probe import prove_exclusive
+from shardqueue.mailbox.probe import prove_exclusive, prove_races
 
 
 class Overwrites(MemoryMailbox):
@@ -41,6 +43,58 @@ def test_a_store_that_is_not_exclusive_is_refused(store: type[MemoryMailbox]) ->
     with pytest.raises(MailboxRefusedError, match=r"lying.*create is not exclusive.*folder"):
         prove_exclusive(mailbox)
     assert mailbox.list("") == []
+
+
+class ChecksThenActs(MemoryMailbox):
+    """Whoever has checked waits until all have, then writes: the widest gap there can be."""
+
+    def __init__(self, contenders: int) -> None:
+        super().__init__("hasty")
+        self._all_checked = threading.Barrier(contenders)
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        absent = self.get(key) is None
+        self._all_checked.wait()
+        if absent:
+            self.put(key, data)
+        return absent
+
+
+def test_a_race_finds_what_the_proof_in_turn_cannot() -> None:
+    prove_exclusive(ChecksThenActs(1))
+    mailbox = ChecksThenActs(8)
+    with pytest.raises(MailboxRefusedError, match=r"hasty.*let 8 of 8 threads create one key.*not exclusive"):
+        prove_races(mailbox)
+    assert mailbox.list("") == []
+
+
+class TellsTheWrongOne(MemoryMailbox):
+    """One wins, and the bytes of another stand."""
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        won = super().put_if_absent(key, data)
+        if not won:
+            self.put(key, data)
+        return won
+
+
+def test_a_race_looks_at_what_stands() -> None:
+    with pytest.raises(MailboxRefusedError, match="did not keep the bytes of the one that created a key"):
+        prove_races(TellsTheWrongOne("wrong"))
+
+
+def test_races_are_won_by_one_and_leave_nothing() -> None:
+    mailbox = Counted(MemoryMailbox())
+    prove_races(mailbox, races=3, contenders=4)
+    assert mailbox.counts == {"put_if_absent": 12, "get": 3, "delete": 1}
+    assert mailbox.list("") == []
+
+
+def test_an_outage_in_a_race_passes_through() -> None:
+    mailbox = Outage(MemoryMailbox())
+    mailbox.down()
+    with pytest.raises(MailboxError, match="is down"):
+        prove_races(mailbox)
 
 
 def test_costs_two_creates_a_read_and_a_delete() -> None:

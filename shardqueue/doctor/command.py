@@ -1,0 +1,111 @@
+"""`shardqueue doctor URL`: arguments in, an exit code out."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import signal
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from shardqueue.doctor.costs import Question, bill
+from shardqueue.doctor.examination import examine
+from shardqueue.doctor.findings import Findings, Row
+from shardqueue.errors import InvalidInputError
+from shardqueue.mailbox import open_mailbox
+from shardqueue.mailbox.objects import SCHEMES
+from shardqueue.prices import price_at
+
+DEADLINE = 15.0
+"""Seconds for which a call to a bucket may go on trying: SeaweedFS lets a loser of a race wait for whole seconds."""
+
+_DESCRIPTION = """\
+Can this store hold a queue? Looks at URL (a folder, s3://bucket/prefix, ...)
+as the learners would use it: whether it answers, creates exclusively, alone and
+in a race of 8, shows what was just written, and permits each call; and how long
+calls take. With --units, also what a plan would cost in requests and dollars.
+
+Everything is written under a new random prefix inside URL, and removed again. A
+folder must exist. Credentials and AWS_ENDPOINT_URL come from the environment.
+
+exit code: 0 for yes, 1 for no, 2 for a wrong argument."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say what the command takes."""
+    parser.description, parser.formatter_class = _DESCRIPTION, argparse.RawDescriptionHelpFormatter
+    parser.add_argument("url", metavar="URL", help="the mailbox that the learners are to be given")
+    parser.add_argument("--units", type=int, metavar="N", help="count the requests of a plan of N units")
+    parser.add_argument("--nodes", type=int, default=8, metavar="N", help="learners (default: %(default)s)")
+    parser.add_argument(
+        "--epochs", type=int, default=1, metavar="E", help="trips over the plan (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--unit-seconds",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="seconds a learner trains a unit, since logs are written by the clock (default: %(default)g)",
+    )
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the findings to this file")
+
+
+def run(given: argparse.Namespace) -> int:
+    """Examine the store, print the table, and return 0 for yes, 1 for no.
+
+    Raises:
+        InvalidInputError: an argument is malformed.
+    """
+    from rich.console import Console
+
+    from shardqueue.doctor.report import document, show
+
+    units, nodes, epochs, seconds = given.units, given.nodes, given.epochs, given.unit_seconds
+    question = None if units is None else Question(units, nodes, epochs, seconds)
+    if given.json is not None:
+        _check_file(given.json)
+    shown = re.sub(r"(?<=://)[^/\s@]+@", "***@", given.url)
+    signal.signal(signal.SIGTERM, _leave)
+    findings = Findings()
+    try:
+        _examine(given.url, findings)
+    except BaseException:
+        if findings.left:
+            print(f"shardqueue doctor: left behind under {shown}: {len(findings.left)} keys", file=sys.stderr)
+        raise
+    if question is not None and findings.latencies:
+        findings.bill = bill(question, findings.latencies, price_at(given.url))
+    show(Console(), shown, findings)
+    if given.json is not None:
+        given.json.write_text(document(shown, findings), encoding="utf-8")
+    return 0 if findings.answer else 1
+
+
+def _examine(url: str, findings: Findings) -> None:
+    scheme = url.partition("://")[0].lower() if "://" in url else "file"
+    folder = Path(url.partition("://")[2] if "://" in url else url).expanduser()
+    if scheme in ("file", "local") and url.strip() and not folder.exists():
+        remedy = f"mkdir -p {shlex.quote(str(folder))}"
+        findings.rows.append(Row("can be opened", False, f"{folder}: no such folder", remedy))
+        return
+    options: dict[str, Any] = {"deadline": DEADLINE} if scheme in SCHEMES else {}
+    examine(url, partial(open_mailbox, url, prove=False, **options), findings)
+
+
+def _check_file(file: Path) -> None:
+    try:
+        new = not file.exists()
+        file.open("a").close()
+        if new:
+            file.unlink()
+    except OSError as error:
+        bound = f"a file that can be written ({error.strerror})"
+        raise InvalidInputError("json", str(file), bound, "pass --json PATH") from None
+
+
+def _leave(number: int, frame: object) -> None:  # noqa: ARG001
+    """End in order, so that nothing is left behind."""
+    raise SystemExit(128 + number)
