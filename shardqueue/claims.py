@@ -577,7 +577,7 @@ class Claims:
         The n-th time takes 2^n claims of this pass, so that a speed that wavers leaves few keys in a long run.
         """
         own = self.pace.grade
-        if own is None or own == self._told or self._part or self.window.learners == 1:
+        if own == self._told or own is None or self._part or self.window.learners == 1:
             return
         number, published = self._grades.get(self._me, (0, None))
         grade = own + round(2 * log2(self._parts))

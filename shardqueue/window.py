@@ -65,6 +65,7 @@ class Window:
         self._front = self._stop = 0
         self._stale = True
         self._ahead = self._since = 0
+        self._others = 0.0
 
     @property
     def share(self) -> float:
@@ -85,7 +86,7 @@ class Window:
     @property
     def likely_left(self) -> float:
         """Units not claimed, if since the last listing the others claimed as their homes say."""
-        return self.left - self._since * (1.0 / self.share - 1.0)
+        return self._count - len(self.known) - self._since * self._others
 
     @property
     def front(self) -> int:
@@ -114,6 +115,7 @@ class Window:
         self.learners, self._cycle = len(weights), len(table)
         home = [place for place, owner in enumerate(table) if owner == me]
         self._home = home[part::parts]
+        self._others = 1.0 / self.share - 1.0
         self._parts = parts
         self._stale = True
 

@@ -10,6 +10,16 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 
+def test_claiming_costs_what_is_promised_at_any_scale() -> None:
+    """In virtual time, so the same numbers on every machine: a reach that is missed fails."""
+    command = [sys.executable, "-m", "benchmarks.scale", "--quick", "--strict", "--only", "virtual"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found = json.loads(ended.stdout.splitlines()[-1])
+    assert found["benchmark"] == "scale"
+    assert sum(row["reach"] is not None for row in found["rows"]) >= 4
+
+
 def test_the_loader_benchmark_ends_with_one_line_of_json() -> None:
     command = [sys.executable, "-m", "benchmarks.loader", "--quick", "--only", "many_units"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)

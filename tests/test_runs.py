@@ -260,8 +260,14 @@ def test_a_manifest_that_is_none_is_an_error(memory: Mailbox, body: bytes) -> No
 
 
 def test_a_manifest_without_our_plan_is_an_error(memory: Mailbox) -> None:
-    memory.put_if_absent("runs/1.json", a_manifest(plans={}))
+    memory.put_if_absent("runs/1.json", a_manifest(plans={"val": {}}))
     with pytest.raises(PlanMismatchError, match="no training plan"):
+        train(UNITS, memory, "a")
+
+
+def test_a_run_that_is_being_removed_is_an_error(memory: Mailbox) -> None:
+    memory.put_if_absent("runs/1.json", a_manifest(plans={}))
+    with pytest.raises(RunError, match="being removed by `shardqueue clean`"):
         train(UNITS, memory, "a")
 
 

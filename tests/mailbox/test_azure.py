@@ -67,6 +67,8 @@ def url() -> str:
 
 
 class TestAzure(SharedContract):
+    store = "Azurite"
+    listing = "scan"
     rounds = 4
 
     @pytest.fixture

@@ -31,6 +31,9 @@ class WithoutLinks(FileMailbox):
 
 
 class TestFiles(SharedContract):
+    store = "a local disk"
+    listing = "scan"
+
     @pytest.fixture
     def mailbox(self, tmp_path: Path) -> Iterator[Mailbox]:
         yield FileMailbox(tmp_path / "box")
@@ -38,6 +41,9 @@ class TestFiles(SharedContract):
 
 
 class TestFilesWithoutLinks(SharedContract):
+    store = "a disk without hard links"
+    listing = "scan"
+
     @pytest.fixture
     def mailbox(self, tmp_path: Path) -> Iterator[Mailbox]:
         yield WithoutLinks(tmp_path / "box")

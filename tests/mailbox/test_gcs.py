@@ -45,6 +45,7 @@ def url() -> str:
 
 
 class TestGcs(SharedContract):
+    store = "fake-gcs-server"
     rounds = 4
 
     @pytest.fixture

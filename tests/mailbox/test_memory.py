@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 
 class TestMemory(MailboxContract):
+    store = "one process"
     many = 3000
 
     @pytest.fixture

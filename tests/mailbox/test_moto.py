@@ -37,6 +37,7 @@ def opened(moto_server: dict[str, Any]) -> Mailbox:
 
 
 class TestMoto(SharedContract):
+    store = "moto"
     rounds = 4
 
     @pytest.fixture

@@ -51,6 +51,7 @@ def url() -> str:
 
 
 class TestS3(SharedContract):
+    store = "SeaweedFS"
     rounds = 4  # SeaweedFS lets some losers of a true race wait whole seconds.
 
     @pytest.fixture

@@ -37,6 +37,9 @@ fsspec.register_implementation("linked", LinkedFiles, clobber=True)
 
 @pytest.mark.filterwarnings("ignore:.*no exclusive create is known:UserWarning")
 class TestUnproven(MailboxContract):
+    store = "local files through fsspec"
+    listing = "scan"
+
     @pytest.fixture
     def mailbox(self, tmp_path: Path) -> Mailbox:
         return open_mailbox(f"linked://{tmp_path}/box", allow_unproven=True, prove=False)
