@@ -56,14 +56,21 @@ def seaweedfs(folder: Path) -> Iterator[S3Server]:
     """
     port = _free_base()
     (folder / "s3.json").write_text(json.dumps({"identities": [_ADMIN, _WRITER]}))
-    with (folder / "log").open("wb") as log:
-        server = subprocess.Popen(
-            _command(folder, port), stdout=log, stderr=log, cwd=folder, start_new_session=True
-        )
-    try:
+    with running(_command(folder, port), folder) as server:
         endpoint = f"http://127.0.0.1:{port}"
         _wait_until_ready(server, port, endpoint, folder / "log")
         yield S3Server(server.pid, endpoint, _as("testkey", endpoint), _as("writerkey", endpoint))
+
+
+@contextmanager
+def running(command: list[str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a server in `folder`, where it also writes its `log`, and stop it at the end."""
+    with (folder / "log").open("wb") as log:
+        server = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=folder, start_new_session=True
+        )
+    try:
+        yield server
     finally:
         server.terminate()
         try:

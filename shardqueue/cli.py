@@ -49,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command is None:
         parser.print_help()
         return 0
+    signal.signal(signal.SIGTERM, _leave)
     try:
         code: int = options.command(options)
     except ShardQueueError as error:
@@ -149,7 +150,6 @@ def _demo(given: argparse.Namespace) -> int:
 
     from shardqueue.demo.stage import run  # brings torch, and by now the arguments are right
 
-    signal.signal(signal.SIGTERM, _leave)
     return run(options, given.json, png=given.png, mailbox=given.mailbox)
 
 

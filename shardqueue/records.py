@@ -57,13 +57,10 @@ class RunKeys:
 
     def parse_log(self, key: str) -> tuple[str, str, str, int] | None:
         """Return (learner, instance, process, page), or None when `key` is no log's."""
-        owner, _, name = _behind(self.learners, key).partition("/")
-        learner, _, instance = owner.partition("~")
+        learner, instance, name = self._of_learner(key)
         process, _, page = name.partition(".")
         written = page.isascii() and page.isdecimal() and page == f"{int(page):06d}"
-        if not (learner and instance and process and written) or "~" in instance:
-            return None
-        return learner, instance, process, int(page)
+        return (learner, instance, process, int(page)) if learner and process and written else None
 
     def grade(self, learner: str, instance: str, number: int, grade: int) -> str:
         """The key that says by its name alone what a learner's `number`-th grade (see `pace.Pace`) is."""
@@ -71,13 +68,19 @@ class RunKeys:
 
     def parse_grade(self, key: str) -> tuple[str, str, int, int] | None:
         """Return (learner, instance, number, grade), or None when `key` is no grade's."""
-        owner, _, name = _behind(self.learners, key).partition("/")
-        learner, _, instance = owner.partition("~")
+        learner, instance, name = self._of_learner(key)
         kind, _, rest = name.partition(".")
         number, _, grade = rest.partition(".")
         counted, size = _number(number), _number(grade.removeprefix("-"))
-        wrong = kind != GRADE or not learner or not instance or "~" in instance or grade == "-0"
-        return None if wrong or counted is None or size is None else (learner, instance, counted, int(grade))
+        if not learner or kind != GRADE or counted is None or size is None or grade == "-0":
+            return None
+        return learner, instance, counted, int(grade)
+
+    def _of_learner(self, key: str) -> tuple[str, str, str]:
+        """Learner, instance and the rest of a key under `learners`; three times nothing if it is none."""
+        owner, _, name = _behind(self.learners, key).partition("/")
+        learner, _, instance = owner.partition("~")
+        return (learner, instance, name) if learner and instance and "~" not in instance else ("", "", "")
 
     def pass_keys(self, name: str = "") -> PassKeys:
         """Keys of one pass; the first pass has no name."""

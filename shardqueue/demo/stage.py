@@ -29,6 +29,7 @@ from shardqueue.demo.node import Shared
 from shardqueue.demo.text import read_corpus, windows
 from shardqueue.errors import InvalidInputError
 from shardqueue.mailbox import open_mailbox
+from shardqueue.terminal import check_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -70,7 +71,7 @@ def run(
         MailboxError: the mailbox cannot hold a queue.
         ShardQueueError: this Python has no sources to train on.
     """
-    _check_file("json", file)
+    check_file("json", file)
     png = _checked_picture(png, file)
     console = Console() if console is None else console
     try:
@@ -93,17 +94,6 @@ def run(
     return 1 if wrong else 0
 
 
-def _check_file(name: str, file: Path) -> None:
-    try:
-        new = not file.exists()
-        file.open("a").close()
-        if new:
-            file.unlink()
-    except OSError as error:
-        bound = f"a file that can be written ({error.strerror})"
-        raise InvalidInputError(name, str(file), bound, f"pass --{name} PATH") from None
-
-
 def _checked_picture(png: Path | None, file: Path) -> Path | None:
     if not picture.can_draw():
         if png is not None:
@@ -113,7 +103,7 @@ def _checked_picture(png: Path | None, file: Path) -> Path | None:
     png = file.with_suffix(".png") if png is None else png
     if png.absolute() == file.absolute():
         raise InvalidInputError("png", str(png), "another file than the JSON", "pass --png PATH")
-    _check_file("png", png)
+    check_file("png", png)
     return png
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-import signal
 import sys
 from functools import partial
 from pathlib import Path
@@ -14,10 +13,10 @@ from typing import Any
 from shardqueue.doctor.costs import Question, bill
 from shardqueue.doctor.examination import examine
 from shardqueue.doctor.findings import Findings, Row
-from shardqueue.errors import InvalidInputError
 from shardqueue.mailbox import open_mailbox
 from shardqueue.mailbox.objects import SCHEMES
 from shardqueue.prices import price_at
+from shardqueue.terminal import check_file
 
 DEADLINE = 15.0
 """Seconds for which a call to a bucket may go on trying: SeaweedFS lets a loser of a race wait for whole seconds."""
@@ -66,9 +65,8 @@ def run(given: argparse.Namespace) -> int:
     units, nodes, epochs, seconds = given.units, given.nodes, given.epochs, given.unit_seconds
     question = None if units is None else Question(units, nodes, epochs, seconds)
     if given.json is not None:
-        _check_file(given.json)
+        check_file("json", given.json)
     shown = re.sub(r"(?<=://)[^/\s@]+@", "***@", given.url)
-    signal.signal(signal.SIGTERM, _leave)
     findings = Findings()
     try:
         _examine(given.url, findings)
@@ -93,19 +91,3 @@ def _examine(url: str, findings: Findings) -> None:
         return
     options: dict[str, Any] = {"deadline": DEADLINE} if scheme in SCHEMES else {}
     examine(url, partial(open_mailbox, url, prove=False, **options), findings)
-
-
-def _check_file(file: Path) -> None:
-    try:
-        new = not file.exists()
-        file.open("a").close()
-        if new:
-            file.unlink()
-    except OSError as error:
-        bound = f"a file that can be written ({error.strerror})"
-        raise InvalidInputError("json", str(file), bound, "pass --json PATH") from None
-
-
-def _leave(number: int, frame: object) -> None:  # noqa: ARG001
-    """End in order, so that nothing is left behind."""
-    raise SystemExit(128 + number)

@@ -93,10 +93,11 @@ def run(given: argparse.Namespace) -> int:
     from shardqueue.simulate.options import read
     from shardqueue.simulate.progress import watched
     from shardqueue.simulate.show import show
+    from shardqueue.terminal import check_file
 
     scenario = read(given)
     if given.json is not None:
-        _check_file(given.json)
+        check_file("json", given.json)
     low, high = scenario.latency
     random = Random(f"latency {scenario.seed}")
     with watched(Console(stderr=True), len(scenario.units)) as mailbox:
@@ -118,19 +119,6 @@ def run(given: argparse.Namespace) -> int:
 
 def _flag(option: str) -> str:
     return f"--{option.replace('_', '-')}"
-
-
-def _check_file(file: Path) -> None:
-    from shardqueue.errors import InvalidInputError
-
-    try:
-        new = not file.exists()
-        file.open("a").close()
-        if new:
-            file.unlink()
-    except OSError as error:
-        bound = f"a file that can be written ({error.strerror})"
-        raise InvalidInputError("json", str(file), bound, "pass --json PATH") from None
 
 
 def _encode(given: argparse.Namespace, scenario: Scenario, findings: Findings) -> str:

@@ -20,6 +20,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from benchmarks.seaweedfs import running
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
@@ -34,24 +36,13 @@ def free_port() -> int:
 
 
 @contextmanager
-def running(command: list[str], port: int, folder: Path) -> Iterator[None]:
+def listening(command: list[str], port: int, folder: Path) -> Iterator[None]:
     """Run a server; it is ready when it takes connections on `port`."""
-    with (folder / "log").open("wb") as log:
-        server = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=folder, start_new_session=True
-        )
-    lasting.add(server.pid)
-    try:
+    with running(command, folder) as server:
+        lasting.add(server.pid)
         _wait_until_it_listens(server, port, folder / "log")
         yield
-    finally:
-        server.terminate()
-        try:
-            server.wait(15)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
-        lasting.discard(server.pid)
+    lasting.discard(server.pid)
 
 
 def _wait_until_it_listens(server: subprocess.Popen[bytes], port: int, log: Path) -> None:

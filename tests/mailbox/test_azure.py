@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from mailbox_contract import SharedContract
-from servers import FORKS_AFTER_USE, LEAVES_WHILE_CLAIMING, answering, chained, free_port, printed, running
+from servers import FORKS_AFTER_USE, LEAVES_WHILE_CLAIMING, answering, chained, free_port, listening, printed
 from wire import Wire
 
 from shardqueue.errors import MailboxError, MailboxRefusedError, MailboxUnavailableError
@@ -55,7 +55,7 @@ def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     port = free_port()
     command = [program, "--blobHost", "127.0.0.1", "--blobPort", str(port), "--inMemoryPersistence"]
     command += ["--silent", "--skipApiVersionCheck", "--disableTelemetry"]
-    with running(command, port, tmp_path_factory.mktemp("azurite")):
+    with listening(command, port, tmp_path_factory.mktemp("azurite")):
         endpoint = f"http://127.0.0.1:{port}"
         asyncio.run(make_container(connection(endpoint)))
         yield endpoint

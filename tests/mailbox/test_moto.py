@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from mailbox_contract import SharedContract
-from servers import free_port, running
+from servers import free_port, listening
 
 from shardqueue.mailbox import Mailbox, open_mailbox
 
@@ -23,7 +23,7 @@ def moto_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
     pytest.importorskip("moto.server", reason="pip install 'shardqueue[test]'")
     port = free_port()
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    with running(command, port, tmp_path_factory.mktemp("moto")):
+    with listening(command, port, tmp_path_factory.mktemp("moto")):
         endpoint = f"http://127.0.0.1:{port}"
         made = urllib.request.Request(f"{endpoint}/shardqueue", method="PUT")
         with urllib.request.urlopen(made, timeout=30):
