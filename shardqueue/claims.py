@@ -65,6 +65,8 @@ THEFTS = 8
 """Steals one listing may serve, at most; fewer when few units a learner are left."""
 PLENTY = 1e6
 """Batches a unit is taken to have while nothing is known of its kind: one is enough to begin with."""
+STALE = 4
+"""Where a listing scans a folder: units not known to be claimed, for each that is likely free, before a new scan."""
 SCAN_SHARE = 20.0
 """Where a listing scans a whole folder: seconds to let pass for each second a listing took beyond a quick call."""
 
@@ -428,7 +430,11 @@ class Claims:
         if position is None:
             position = self._stolen(window.largest if window.uneven else window.steal)
         if position is None and not may_look:
-            position = window.steal(unlisted=True)
+            position = window.home(presuming=True)
+        if position is None and not may_look:
+            # Names are tried, unless most of what is not known to be claimed must be by now.
+            self._look_first = window.likely_left < window.left / STALE
+            position = None if self._look_first else window.steal(unlisted=True)
         return position
 
     def _stolen(self, choose: Callable[[], int | None]) -> int | None:

@@ -141,11 +141,15 @@ class Window:
         self.listed = (start, stop)
         self._stale, self._since = True, 0
 
-    def home(self) -> int | None:
-        """The nearest position of this learner's home in the window that is not known to be claimed."""
+    def home(self, presuming: bool = False) -> int | None:
+        """The nearest position of this learner's home in the window that is not known to be claimed.
+
+        `presuming`: in the window as it is if, since the last listing, the others claimed as their homes say.
+        """
         self._slide()
         known, listed = self.known, self.listed
-        for position in self._homes():
+        start, stop = self._presumed() if presuming else (self._front, self._stop)
+        for position in self._homes(start, stop):
             if position not in known and (not self.careful or listed[0] <= position < listed[1]):
                 return position
         return None
@@ -172,18 +176,23 @@ class Window:
         window = map(self.plan.order, range(self._front, self._stop))
         return min((p for p in window if p not in self.known), default=0)
 
-    def _homes(self) -> Iterator[int]:
+    def _presumed(self) -> tuple[int, int]:
+        """Where this learner's home is to be looked through if all claimed in proportion since the last listing."""
+        front = min(self._count, self._front + int(self._since * (1.0 + self._others)))
+        return max(self._front, front - DEPTH * self.learners * self._parts), self._window_stop(front)
+
+    def _homes(self, start: int, stop: int) -> Iterator[int]:
         home, cycle = self._home, self._cycle
         if not self.plan.natural:
-            own, places = set(home), map(self.plan.order, range(self._front, self._stop))
+            own, places = set(home), map(self.plan.order, range(start, stop))
             yield from (position for position in places if position % cycle in own)
             return
-        turn = bisect_left(home, self._front % cycle)
-        base = self._front - self._front % cycle
+        turn = bisect_left(home, start % cycle)
+        base = start - start % cycle
         while True:
             if turn == len(home):
                 turn, base = 0, base + cycle
-            if base + home[turn] >= self._stop:
+            if base + home[turn] >= stop:
                 return
             yield base + home[turn]
             turn += 1

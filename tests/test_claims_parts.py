@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import count
 from random import Random
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -16,19 +17,25 @@ from shardqueue.records import RunKeys
 from shardqueue.units import unit_grid
 from shardqueue.window import Window
 
+if TYPE_CHECKING:
+    from shardqueue.asks import Ask
+
 
 class Part:
     """One worker: claims when it is told to, and trains what it has."""
 
-    def __init__(self, mailbox: MemoryMailbox, plan: Plan, part: int, parts: int) -> None:
+    def __init__(
+        self, mailbox: MemoryMailbox, plan: Plan, part: int, parts: int, name: str = "a", scans: bool = False
+    ) -> None:
         numbers, run = count(), RunKeys("1")
         self.mailbox = mailbox
         self.seen: list[tuple[str, int]] = []
         self.lost = 0
         self.claims = Claims(
-            *(plan, run, run.pass_keys(), Owner("a", "0001", str(part))),
-            nonce=lambda: f"{part}.{next(numbers)}",
+            *(plan, run, run.pass_keys(), Owner(name, "0001", str(part))),
+            nonce=lambda: f"{name}{part}.{next(numbers)}",
             random=Random(part),
+            scans=scans,
             part=part,
             parts=parts,
         )
@@ -38,6 +45,9 @@ class Part:
         """Make the calls that are due, then train one batch of what was won."""
         for ask in self.claims.poll(now):
             self.claims.asks.answered(ask, ask.call.perform(self.mailbox), now)
+        self.train_next(now)
+
+    def train_next(self, now: float) -> None:
         self.lost += len(self.claims.take_lost())
         claim = next((claim for claim in self.claims.hand if claim.handed < claim.size), None)
         if claim is not None:
@@ -190,6 +200,38 @@ def test_the_first_part_publishes_the_speed_of_all() -> None:
         part.claims.pace.ahead = 0.0
         part.turn(21.0)
     assert speeds(mailbox) == [(1, 4), (2, 0)], "of the loop, once that is seen"
+
+
+def test_where_a_listing_scans_a_folder_claims_do_not_wait_for_one() -> None:
+    """A scan takes as long as 30 batches, anything else no time: names are tried, and few of them in vain."""
+    mailbox, run = MemoryMailbox(), RunKeys("1")
+    plan = Plan(unit_grid(4000, 1, taper=False))
+    for name in "abcd":
+        mailbox.put(run.log(name, "0001", "main", 0), b"{}")
+        mailbox.put(run.grade(name, "0001", 1, 0), b"{}")
+    learners = [Part(mailbox, plan, 0, 1, name=name, scans=True) for name in "abcd"]
+    scans: list[tuple[float, Part, Ask]] = []
+    now, scanned = 0.0, 0
+    while not all(learner.claims.exhausted for learner in learners):
+        for learner in learners:
+            for ask in learner.claims.poll(now):
+                if ask.call == List(
+                    run.pass_keys().units, ask.call.after if isinstance(ask.call, List) else ""
+                ):
+                    scans.append((now + 30.0, learner, ask))
+                    scanned += 1
+                else:
+                    learner.claims.asks.answered(ask, ask.call.perform(mailbox), now)
+            learner.train_next(now)
+        for due in [scan for scan in scans if scan[0] <= now]:
+            scans.remove(due)
+            due[1].claims.asks.answered(due[2], due[2].call.perform(mailbox), now)
+        now += 1.0
+        assert now < 3000
+    assert sorted(name for learner in learners for name, _ in learner.seen) == sorted(plan.units)
+    assert now < 1200, "1,000 is the limit"
+    assert sum(learner.lost for learner in learners) < 400
+    assert scanned < 40
 
 
 def test_a_new_table_of_homes_is_looked_up_before_it_is_used() -> None:

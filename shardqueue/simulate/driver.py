@@ -250,6 +250,7 @@ class _Learner:
             nonce=lambda: f"{self.index}-{next(self._nonces)}",
             random=self._random,
             joined_late=joined.late,
+            scans=getattr(self._world.mailbox, "listing", "page") == "scan",
         )
         self.claims.met(set(joined.peers))
         self.book.run_id = joined.manifest.run_id
