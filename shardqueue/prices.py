@@ -15,7 +15,7 @@ import re
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from shardqueue.mailbox.objects import SCHEMES
+from shardqueue.mailbox.places import SCHEMES
 
 AS_OF = "2026-11-30"
 

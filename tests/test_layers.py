@@ -45,8 +45,11 @@ FLOORS = {
     "mailbox.memory": 1,
     "mailbox.names": 1,
     "mailbox.objects": 1,
+    "mailbox.places": 1,
     "mailbox.probe": 1,
     "mailbox.s3": 1,
+    "mailbox.settling": 1,
+    "mailbox.versions": 1,
     "mailbox.unproven": 1,
     # 2 protocol
     "records": 2,

@@ -53,7 +53,7 @@ from shardqueue.mailbox import files
 from shardqueue.mailbox.calls import PutIfAbsent
 from shardqueue.mailbox.files import FileMailbox
 from shardqueue.mailbox.memory import MemoryMailbox
-from shardqueue.mailbox.objects import Settler
+from shardqueue.mailbox.settling import Settler
 from shardqueue.records import ClaimRecord, RunKeys
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ class Bucket:
 
 
 class Line:
-    """A way to the bucket: `objects.Store`, each request stopped before and after its effect.
+    """A way to the bucket: `settling.Store`, each request stopped before and after its effect.
 
     `lags`: readings may be old.
     """

@@ -14,7 +14,7 @@ from shardqueue.doctor.costs import Question, bill
 from shardqueue.doctor.examination import examine
 from shardqueue.doctor.findings import Findings, Row
 from shardqueue.mailbox import open_mailbox
-from shardqueue.mailbox.objects import SCHEMES
+from shardqueue.mailbox.places import SCHEMES
 from shardqueue.prices import price_at
 from shardqueue.terminal import check_file
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from shardqueue.mailbox.objects import SCHEMES
+from shardqueue.mailbox.places import SCHEMES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -98,7 +98,7 @@ def open_mailbox(
     """
     if not isinstance(url, str | os.PathLike):
         return _checked(url, prove, storage_options)
-    from shardqueue.mailbox.objects import SCHEMES
+    from shardqueue.mailbox.places import SCHEMES
 
     scheme, rest = _split(url)
     if scheme in SCHEMES:

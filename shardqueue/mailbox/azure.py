@@ -24,7 +24,7 @@ from azure.core.exceptions import (
 from fsspec.asyn import sync
 
 from shardqueue.mailbox.inherited import leave_open
-from shardqueue.mailbox.objects import require_version
+from shardqueue.mailbox.versions import require_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
@@ -55,7 +55,7 @@ _PASSING = {404, 408, 409, 412, 416, 425, 429}
 
 
 class AzureStore:
-    """See `objects.Store`.
+    """See `settling.Store`.
 
     Args:
         container: the container.
@@ -77,11 +77,11 @@ class AzureStore:
         self._container: Any = self._fs.service_client.get_container_client(container)
 
     def create(self, key: str, data: bytes) -> None:
-        """See `objects.Store.create`."""
+        """See `settling.Store.create`."""
         self._run(self._blob(key).upload_blob, data, length=len(data), overwrite=False)
 
     def read(self, key: str) -> bytes | None:
-        """See `objects.Store.read`."""
+        """See `settling.Store.read`."""
         try:
             body: bytes = self._run(self._read, self._blob(key))
         except ResourceNotFoundError as error:
@@ -91,22 +91,22 @@ class AzureStore:
         return body or None
 
     def write(self, key: str, data: bytes) -> None:
-        """See `objects.Store.write`."""
+        """See `settling.Store.write`."""
         self._run(self._blob(key).upload_blob, data, length=len(data), overwrite=True)
 
     def page(self, prefix: str, after: str, more: str | None, limit: int) -> tuple[list[str], str | None]:
-        """See `objects.Store.page`."""
+        """See `settling.Store.page`."""
         size = self.page_size if after else limit
         blobs, token = self._run(self._page, self._base + prefix, more, size)
         keys = [blob.name[len(self._base) :] for blob in blobs if blob.size]
         return [key for key in keys if key > after][:limit], token
 
     def remove(self, keys: list[str]) -> None:
-        """See `objects.Store.remove`."""
+        """See `settling.Store.remove`."""
         self._run(self._remove_all, keys)
 
     def remedy(self, error: Exception) -> str | None:
-        """See `objects.Store.remedy`."""
+        """See `settling.Store.remedy`."""
         code = _code(error)
         if code in _REMEDIES:
             return _REMEDIES[code]

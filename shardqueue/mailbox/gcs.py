@@ -30,7 +30,7 @@ from google.auth.exceptions import GoogleAuthError, TransportError
 from yarl import URL
 
 from shardqueue.mailbox.inherited import leave_open
-from shardqueue.mailbox.objects import require_version
+from shardqueue.mailbox.versions import require_version
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -69,7 +69,7 @@ class GcsError(OSError):
 
 
 class GcsStore:
-    """See `objects.Store`.
+    """See `settling.Store`.
 
     Args:
         bucket: the bucket.
@@ -92,11 +92,11 @@ class GcsStore:
         self._objects = f"/b/{quote(bucket, safe='')}/o"
 
     def create(self, key: str, data: bytes) -> None:
-        """See `objects.Store.create`."""
+        """See `settling.Store.create`."""
         self._upload(key, data, ifGenerationMatch="0")
 
     def read(self, key: str) -> bytes | None:
-        """See `objects.Store.read`."""
+        """See `settling.Store.read`."""
         try:
             return self._request("GET", self._path(key), {"alt": "media"})
         except GcsError as error:
@@ -105,11 +105,11 @@ class GcsStore:
             raise
 
     def write(self, key: str, data: bytes) -> None:
-        """See `objects.Store.write`."""
+        """See `settling.Store.write`."""
         self._upload(key, data)
 
     def page(self, prefix: str, after: str, more: str | None, limit: int) -> tuple[list[str], str | None]:
-        """See `objects.Store.page`."""
+        """See `settling.Store.page`."""
         query = {
             "prefix": self._base + prefix,
             "maxResults": str(limit),
@@ -124,12 +124,12 @@ class GcsStore:
         return keys, answer.get("nextPageToken") or None
 
     def remove(self, keys: list[str]) -> None:
-        """See `objects.Store.remove`."""
+        """See `settling.Store.remove`."""
         headers = self._headers()
         sync(self._fs.loop, self._remove_all, keys, headers, timeout=_CALL_SECONDS)
 
     def remedy(self, error: Exception) -> str | None:
-        """See `objects.Store.remedy`."""
+        """See `settling.Store.remedy`."""
         if isinstance(error, GcsError):
             return _remedy_of(error)
         if isinstance(error, TransportError):

@@ -88,7 +88,7 @@ _PASSING_CODES = {"RequestTimeout", "IncompleteBody", "BadDigest", "XAmzContentS
 
 
 class S3Store:
-    """See `objects.Store`.
+    """See `settling.Store`.
 
     Args:
         bucket: the bucket.
@@ -117,11 +117,11 @@ class S3Store:
         require_conditional_put(self._fs.s3.meta.service_model)
 
     def create(self, key: str, data: bytes) -> None:
-        """See `objects.Store.create`."""
+        """See `settling.Store.create`."""
         self._call("put_object", Key=self._base + key, Body=data, IfNoneMatch="*")
 
     def read(self, key: str) -> bytes | None:
-        """See `objects.Store.read`."""
+        """See `settling.Store.read`."""
         try:
             body: bytes = self._run(self._read, self._base + key)
         except FileNotFoundError as error:
@@ -131,18 +131,18 @@ class S3Store:
         return body
 
     def write(self, key: str, data: bytes) -> None:
-        """See `objects.Store.write`."""
+        """See `settling.Store.write`."""
         self._call("put_object", Key=self._base + key, Body=data)
 
     def page(self, prefix: str, after: str, more: str | None, limit: int) -> tuple[list[str], str | None]:
-        """See `objects.Store.page`."""
+        """See `settling.Store.page`."""
         start = {"ContinuationToken": more} if more else {"StartAfter": self._base + after} if after else {}
         answer = self._call("list_objects_v2", Prefix=self._base + prefix, MaxKeys=limit, **start)
         keys = [entry["Key"][len(self._base) :] for entry in answer.get("Contents", ())]
         return keys, answer.get("NextContinuationToken") if answer.get("IsTruncated") else None
 
     def remove(self, keys: list[str]) -> None:
-        """See `objects.Store.remove`."""
+        """See `settling.Store.remove`."""
         doomed = [{"Key": self._base + key} for key in keys]
         answer = self._call("delete_objects", Delete={"Objects": doomed, "Quiet": True})
         for failed in answer.get("Errors", ()):
@@ -150,7 +150,7 @@ class S3Store:
             raise kind(f"{failed.get('Code')}: {failed.get('Message')} ({failed.get('Key')})")
 
     def remedy(self, error: Exception) -> str | None:
-        """See `objects.Store.remedy`."""
+        """See `settling.Store.remedy`."""
         code, status = _answer(error)
         if code in _REMEDIES:
             return _REMEDIES[code]

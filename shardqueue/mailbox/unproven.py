@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from fsspec.core import url_to_fs
 
 from shardqueue.errors import InvalidInputError
-from shardqueue.mailbox.objects import ObjectMailbox, Place
+from shardqueue.mailbox.objects import ObjectMailbox
+from shardqueue.mailbox.places import Place
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -50,7 +51,7 @@ class UnprovenMailbox(ObjectMailbox):
 
 
 class UnprovenStore:
-    """See `objects.Store`.
+    """See `settling.Store`.
 
     Args:
         url: `scheme://...`, or a chain of them.
@@ -66,22 +67,22 @@ class UnprovenStore:
         self._root: str = found[1].rstrip("/")
 
     def create(self, key: str, data: bytes) -> None:
-        """See `objects.Store.create`."""
+        """See `settling.Store.create`."""
         self._pipe(key, data, "create")
 
     def read(self, key: str) -> bytes | None:
-        """See `objects.Store.read`."""
+        """See `settling.Store.read`."""
         try:
             return bytes(self._fs.cat_file(self._path(key)))
         except _NO_FILE:
             return None
 
     def write(self, key: str, data: bytes) -> None:
-        """See `objects.Store.write`."""
+        """See `settling.Store.write`."""
         self._pipe(key, data, "overwrite")
 
     def page(self, prefix: str, after: str, more: str | None, limit: int) -> tuple[list[str], str | None]:  # noqa: ARG002
-        """See `objects.Store.page`."""
+        """See `settling.Store.page`."""
         folder = prefix.rpartition("/")[0]
         within = f"{self._root}/{folder}" if folder else self._root
         try:
@@ -92,13 +93,13 @@ class UnprovenStore:
         return sorted(key for key in keys if key.startswith(prefix) and key > after)[:limit], None
 
     def remove(self, keys: list[str]) -> None:
-        """See `objects.Store.remove`."""
+        """See `settling.Store.remove`."""
         for key in keys:
             with contextlib.suppress(*_NO_FILE):
                 self._fs.rm_file(self._path(key))
 
     def remedy(self, error: Exception) -> str | None:
-        """See `objects.Store.remedy`."""
+        """See `settling.Store.remedy`."""
         if isinstance(error, PermissionError):
             return "check the credentials and what they allow"
         if isinstance(error, FileNotFoundError | NotADirectoryError):

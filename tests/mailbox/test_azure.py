@@ -14,7 +14,8 @@ from wire import Wire
 
 from shardqueue.errors import MailboxError, MailboxRefusedError, MailboxUnavailableError
 from shardqueue.mailbox import Mailbox, open_mailbox
-from shardqueue.mailbox.objects import ObjectMailbox, _secrets
+from shardqueue.mailbox.objects import ObjectMailbox
+from shardqueue.mailbox.places import secrets_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -164,7 +165,7 @@ def test_wrong_options_show_no_secret(url: str, options: dict[str, Any]) -> None
 
 def test_the_secrets_in_options_are_known(url: str) -> None:
     options = {"connection_string": "AccountName=a;AccountKey=hush-1==;SharedAccessSignature=sv=1&sig=hush-2"}
-    assert {"hush-1==", "hush-2"} <= set(_secrets(options))
+    assert {"hush-1==", "hush-2"} <= set(secrets_in(options))
 
 
 @pytest.mark.parametrize(

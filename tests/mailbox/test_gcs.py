@@ -13,7 +13,7 @@ from wire import Wire
 
 from shardqueue.errors import MailboxError, MailboxRefusedError, MailboxUnavailableError
 from shardqueue.mailbox import Mailbox, open_mailbox
-from shardqueue.mailbox.objects import _secrets
+from shardqueue.mailbox.places import secrets_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -147,7 +147,7 @@ def test_a_closed_port(url: str) -> None:
 
 def test_a_token_is_never_shown(url: str) -> None:
     token = {"client_id": "hush-1", "client_secret": "hush-2", "refresh_token": "hush-3"}
-    assert {"hush-1", "hush-2", "hush-3"} <= set(_secrets({"token": token}))
+    assert {"hush-1", "hush-2", "hush-3"} <= set(secrets_in({"token": token}))
     with pytest.raises(MailboxError) as caught:
         open_mailbox(url, token={"type": "service_account", "private_key": "hush-hush"})
     assert "hush" not in chained(caught.value)

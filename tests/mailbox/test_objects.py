@@ -33,8 +33,9 @@ from shardqueue.errors import (
     MailboxUnavailableError,
 )
 from shardqueue.mailbox import Mailbox, open_mailbox
-from shardqueue.mailbox.objects import ObjectMailbox, Settler, unreachable
+from shardqueue.mailbox.objects import ObjectMailbox
 from shardqueue.mailbox.s3 import require_conditional_put
+from shardqueue.mailbox.settling import Settler, unreachable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
