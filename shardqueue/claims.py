@@ -54,7 +54,9 @@ NEAR = 16.0
 TAIL = 2
 """The tail begins when fewer than TAIL units a learner are left."""
 LARGEST_FIRST = 10
-"""With fewer units a learner left than this, the largest known free unit goes first."""
+"""With fewer units a learner left than this, the largest known free unit goes first,"""
+LARGEST_SHARE = 1 / 3
+"""and with less of the plan left than this: each such claim costs a listing."""
 MEETING = 4
 """How much the claims of this learner grow until it looks again who takes part, where everybody's speed is known."""
 MEETING_MOST = 64
@@ -420,7 +422,8 @@ class Claims:
         if self._look_first:
             return None
         may_look = not self._scans or now >= self._next_scan
-        if window.learners > 1 and window.likely_left <= LARGEST_FIRST * window.learners and window.uneven:
+        late = min(LARGEST_FIRST * window.learners, LARGEST_SHARE * len(self.plan))
+        if window.learners > 1 and window.likely_left <= late and window.uneven:
             position = self._stolen(window.largest)
             if position is not None or may_look:
                 return position
