@@ -218,7 +218,7 @@ class Claims:
         weights = home_weights([self._grades.get(peer, (0, None))[1] for peer in everybody])
         if self._sequence and weights != self._weights:
             # Others claimed by another table; what they have of our new home is better looked up than tried.
-            self._look_first = not self._scans
+            self._look_first = self._look_first or not self._scans
         self._weights = weights
         self.window.meet(weights, everybody.index(self._me), self._part, self._parts)
 

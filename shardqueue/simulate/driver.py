@@ -94,8 +94,8 @@ class Outcome:
 
     Attributes:
         makespan: when the last batch was trained, in seconds; start-up is counted.
-        limit: total work over total speed: nobody ever idles, from its start on.
-        fixed: makespan of an equal split made up front.
+        limit: total work over total speed: nobody ever idles, from its start on. Who dies or leaves is taken to stay.
+        fixed: makespan of an equal split made up front, of nodes that stay.
         batches: trained, by node.
         units: claimed, by node.
         idle: seconds without a batch before the makespan, by node.
