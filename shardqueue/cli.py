@@ -8,6 +8,7 @@ stderr and exit code 2, as a wrong argument is; Ctrl-C is 130. What a command's 
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from pathlib import Path
@@ -52,7 +53,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _leave)
     try:
         code: int = options.command(options)
-    except ShardQueueError as error:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read the output has gone; Python would say so once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except (ShardQueueError, OSError) as error:
         print(f"shardqueue: {visible(' '.join(str(error).split()))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -10,7 +10,6 @@ transfer are left out, since records are a few hundred bytes each. A folder, or 
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -54,14 +53,20 @@ def price_at(url: str, endpoint: str | None = None) -> Price | None:
 
     Args:
         url: the mailbox's.
-        endpoint: URL of the S3 server, None for the one in the environment, or else Amazon's.
+        endpoint: URL of the S3 server, "" for Amazon's, None for what the environment and AWS's configuration say.
     """
     store = SCHEMES.get(url.partition("://")[0].lower()) if "://" in url else None
     if store != "s3":
         return {"gs": GCS, "az": AZURE}.get(store or "")
-    if endpoint is None:
-        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-    if not endpoint:
-        return S3
-    host = urlsplit(endpoint).hostname or ""
+    host = urlsplit(_endpoint() if endpoint is None else endpoint).hostname or "s3.amazonaws.com"
     return next((price for pattern, price in _HOSTS if re.search(pattern, f".{host}")), None)
+
+
+def _endpoint() -> str:
+    from botocore.exceptions import BotoCoreError
+    from botocore.session import Session
+
+    try:
+        return str(Session().create_client("s3", region_name="us-east-1").meta.endpoint_url)
+    except BotoCoreError:
+        return "https://unknown.invalid"

@@ -14,8 +14,9 @@ from learners import Clock, dataset, train
 
 from shardqueue import Mailbox, open_mailbox, shared_queue, unit_grid
 from shardqueue.clean import removal
-from shardqueue.clean.removal import remove
-from shardqueue.clean.survey import PAGE, State, place, survey
+from shardqueue.clean.ownership import place
+from shardqueue.clean.removal import BATCH, remove
+from shardqueue.clean.survey import State, survey
 from shardqueue.cli import main
 from shardqueue.errors import RunError
 from shardqueue.learner import SILENCE
@@ -23,7 +24,7 @@ from shardqueue.mailbox.faults import Counted, Wrapper
 from shardqueue.mailbox.files import FileMailbox
 from shardqueue.mailbox.memory import MemoryMailbox
 from shardqueue.plan import Plan
-from shardqueue.records import LogPage, Process, RunKeys, Totals
+from shardqueue.records import ClaimRecord, LogPage, Process, RunKeys, Totals
 from shardqueue.run import new_manifest
 
 if TYPE_CHECKING:
@@ -47,6 +48,10 @@ FOREIGN = [
 
 def look(mailbox: Mailbox) -> dict[str, State]:
     return {run.name: run.state for run in survey(mailbox, Clock(), time.sleep).runs.values()}
+
+
+def a_claim() -> bytes:
+    return ClaimRecord(learner="a", instance="b", worker="main", nonce="c", sequence=1).encode()
 
 
 def clean(mailbox: Mailbox, name: str = "1") -> int:
@@ -179,9 +184,40 @@ def test_a_log_of_another_machine_is_watched(writes: bool) -> None:
 def test_claims_without_logs_or_manifest_are_not_taken_for_a_run_of_ours() -> None:
     """They may be another mailbox, whose prefix lies within this one."""
     memory, clock = MemoryMailbox(), Clock()
-    memory.put("run-2/units/a", b"1")
+    memory.put("run-2/units/a", a_claim())
     (run,) = survey(memory, clock, clock.forward).runs.values()
     assert run.state is State.UNKNOWN
+
+
+@pytest.mark.parametrize(
+    "body", [b"garbage", new_manifest(Plan(UNITS), "a", 0.0).encode().replace(b":1,", b":2,", 1)]
+)
+def test_a_manifest_that_is_not_understood_is_no_finished_run(body: bytes) -> None:
+    memory = MemoryMailbox()
+    finished(memory)
+    memory.put("runs/1.json", body)
+    assert look(memory) == {"1": State.UNKNOWN}
+
+
+def test_a_slow_store_is_nobodys_silence() -> None:
+    """Each look at the logs takes as long as a learner may be silent: it still gets several."""
+    memory, clock = MemoryMailbox(), Clock()
+    memory.put(RunKeys("1").manifest, new_manifest(Plan(UNITS), "far", 0.0).encode())
+    memory.put(RunKeys("1").log("far", "i", "main", 0), elsewhere(1))
+
+    class Slow(Wrapper):
+        looks = 0
+
+        def _around(self, verb: str, name: str, forward: Callable[[], T]) -> T:
+            if verb == "list" and name:
+                Slow.looks += 1
+                clock.forward(SILENCE)
+            return forward()
+
+    assert {run.state for run in survey(Slow(memory), clock, clock.forward).runs.values()} == {
+        State.BROKEN_OFF
+    }
+    assert Slow.looks > 3
 
 
 # -- removing ------------------------------------------------------------------------------------------------
@@ -319,7 +355,7 @@ def test_who_is_seen_only_half_way_stops_the_removal(monkeypatch: pytest.MonkeyP
     memory = MemoryMailbox()
     finished(memory)
     claims = memory.list("units/")
-    with pytest.raises(RunError, match=r"'far' joined it.*2 keys are gone"):
+    with pytest.raises(RunError, match=r"'far' joined it.*[12] keys are gone"):
         clean(Joined(memory, "delete"))
     assert len(memory.list("units/")) >= len(claims) - 2
     with pytest.raises(RunError):
@@ -342,7 +378,7 @@ def test_somebody_who_goes_on_writing_is_told_of() -> None:
         def _around(self, verb: str, name: str, forward: Callable[[], T]) -> T:
             answer = forward()
             if verb == "delete":
-                self._mailbox.put("units/again", b"1")
+                self._mailbox.put("units/again", a_claim())
             return answer
 
     memory = MemoryMailbox()
@@ -355,32 +391,60 @@ def many(keys: int) -> MemoryMailbox:
     memory = MemoryMailbox()
     finished(memory)
     for number in range(keys):
-        memory.put(f"units/{number:08d}", b"1")
+        memory.put(f"units/{number:08d}", a_claim())
     return memory
 
 
 class Short(Counted):
-    """No listing is for more than a page, no removal of more keys than one request takes."""
-
-    def list(self, prefix: str, after: str = "", limit: int | None = None) -> list[str]:
-        found = super().list(prefix, after, limit)
-        assert len(found) <= PAGE
-        return found
+    """No removal is of more keys than one request takes."""
 
     def delete(self, keys: Iterable[str]) -> None:
         listed = list(keys)
-        assert len(listed) <= PAGE
+        assert len(listed) <= BATCH
         super().delete(listed)
 
 
 @pytest.mark.parametrize("keys", [3_500, pytest.param(100_000, marks=pytest.mark.full)])
-def test_memory_and_requests_do_not_grow_with_the_run(keys: int) -> None:
+def test_a_large_run_goes_in_batches(keys: int) -> None:
     memory = many(keys)
     counted = Short(memory)
     clean(counted)
     assert memory.list("") == []
-    assert counted.counts["delete"] <= keys / PAGE + 4
-    assert counted.counts["list"] <= 4 * keys / PAGE + 16
+    assert counted.counts["delete"] <= keys / BATCH + 4
+    assert counted.counts["list"] <= keys / BATCH + 16
+    assert counted.counts["get"] <= 2 * keys + 16, "its plan does not know these units, so each is read"
+
+
+def test_what_the_plan_knows_is_not_read() -> None:
+    memory = MemoryMailbox()
+    finished(memory)
+    counted = Counted(memory)
+    clean(counted)
+    assert memory.list("") == []
+    assert counted.counts["get"] <= 6
+
+
+def test_files_of_the_user_where_claims_could_be_stay() -> None:
+    memory = MemoryMailbox()
+    finished(memory)
+    files = ["back/x~1", "e1/units/w.pt", "units/mydata/a.bin", "units/part-001.parquet"]
+    for key in files:
+        memory.put(key, b"PAR1")
+    assert survey(memory, Clock(), time.sleep).foreign == len(files)
+    clean(memory)
+    assert memory.list("") == files
+
+
+@pytest.mark.parametrize("within", ["e1", "val0", "run-7", "deep/er"])
+def test_another_mailbox_within_this_one_stays(within: str) -> None:
+    memory = MemoryMailbox()
+    finished(memory)
+    inner = _Below(memory, within)
+    train(UNITS, inner, "in", most=3)
+    before = inner.list("")
+    clean(memory)
+    assert inner.list("") == before
+    assert memory.list("") == [f"{within}/{key}" for key in before]
 
 
 # -- the command ---------------------------------------------------------------------------------------------

@@ -134,3 +134,29 @@ def test_it_runs_as_a_module() -> None:
         [sys.executable, "-m", "shardqueue", "--version"], capture_output=True, text=True, check=True
     )
     assert ended.stdout.startswith("shardqueue ")
+
+
+def test_whoever_read_the_output_may_go() -> None:
+    command = f"{sys.executable} -m shardqueue simulate --units 40 | true"
+    ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert ended.stderr == ""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_one_line_and_2() -> None:
+    command = [sys.executable, "-m", "shardqueue", "simulate", "--units", "40", "--json", "/dev/full"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("shardqueue: ")
+    assert ended.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["doctor", "clean"])
+@pytest.mark.parametrize(
+    "url",
+    ["s3://AKIAX:abc/defHUSH@bucket/x", "http://u:p/HUSH@host/x", "s3://b/x?sig=HUSH", "gs://t:HUSH@b/x"],
+)
+def test_no_secret_of_a_url_is_shown(command: str, url: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([command, url]) != 0
+    out, err = capfd.readouterr()
+    assert "HUSH" not in out + err

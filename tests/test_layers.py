@@ -93,6 +93,7 @@ FLOORS = {
     # 5 windows
     "clean": 5,
     "clean.command": 5,
+    "clean.ownership": 5,
     "clean.removal": 5,
     "clean.survey": 5,
     "demo": 5,

@@ -22,17 +22,17 @@ from __future__ import annotations
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from shardqueue.clean.survey import PAGE, is_closed, keys_under, place
+from shardqueue.clean.survey import is_closed
 from shardqueue.errors import RunError
 from shardqueue.records import PROTOCOL, Manifest, RunKeys
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterator
+    from collections.abc import Container
 
     from shardqueue.clean.survey import Run
     from shardqueue.mailbox import Mailbox
 
-BATCH = PAGE
+BATCH = 1_000
 """Keys removed in one call: one request on every object store."""
 _CLAIMS, _LEARNERS = {"claim", "back"}, {"log", "grade"}
 _TURNS = 20
@@ -87,19 +87,15 @@ class _Removal:
             self._mailbox.put(self._keys.manifest, closed)
 
     def _remove(self, kinds: set[str], spared: Container[str] = ()) -> None:
-        found = self._found(kinds, spared)
-        while batch := list(islice(found, BATCH)):
-            self._check_newcomers()
-            self._mailbox.delete(batch)
-            self._removed += len(batch)
-
-    def _found(self, kinds: set[str], spared: Container[str]) -> Iterator[str]:
-        for key in keys_under(
-            self._mailbox, self._keys.learners if kinds is _LEARNERS else self._keys.folder
-        ):
-            run, kind = place(key) or ("", "")
-            if run == self._run.name and kind in kinds and key not in spared:
-                yield key
+        prefix = self._keys.learners if kinds is _LEARNERS else self._keys.folder
+        keys = iter(self._mailbox.list(prefix))
+        while some := list(islice(keys, BATCH)):
+            owned = self._run.ownership.of(some)
+            batch = [key for key, kind in owned.items() if kind in kinds and key not in spared]
+            if batch:
+                self._check_newcomers()
+                self._mailbox.delete(batch)
+                self._removed += len(batch)
 
     def _check_newcomers(self) -> None:
         logs = map(self._keys.parse_log, self._mailbox.list(self._keys.learners))

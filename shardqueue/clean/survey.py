@@ -1,38 +1,31 @@
 """What is under a prefix: runs, how many keys each has, its state, and who was seen there last. Removes nothing.
 
-Only keys that `records` knows are a run's. Any other is somebody else's: it is counted, and stays. The state is
-what a learner that came now would make of the run (`run.decide`), so logs that may be alive are watched for up to
-`SILENCE` seconds. Keys are listed page by page: memory does not grow with the run.
+Only what `ownership` says is a run's. Anything else is somebody else's: it is counted, and stays. The state is what a
+learner that came now would make of the run (`run.decide`), so logs that may be alive are watched for up to `SILENCE`
+seconds. All keys are held in memory, some hundred bytes each: a listing cut in pages is not exact on every store.
 """
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from shardqueue.errors import InvalidInputError, RecordError
+from shardqueue.clean.ownership import READERS, Ownership, others, place, read_manifest
+from shardqueue.errors import RecordError
 from shardqueue.learner import SILENCE, Life, judge, seen_here
-from shardqueue.plan import check_identifier
-from shardqueue.records import RUNS, LogPage, Manifest, RunKeys
+from shardqueue.records import LogPage, RunKeys
 from shardqueue.run import LOOK_EVERY, Next, decide
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from shardqueue.clock import Clock
     from shardqueue.mailbox import Mailbox
 
-PAGE = 1_000
-"""Keys a listing asks for: one request on every object store."""
-SCANNED = 100_000
-"""The same where a listing reads the whole folder, whatever is asked for."""
-_READERS = 8
 _Process = tuple[str, str, str]
-_PASS = re.compile(r"e[1-9][0-9]*|(val|test|predict)(0|[1-9][0-9]*)")
 
 
 class State(Enum):
@@ -51,8 +44,9 @@ class Run:
 
     Attributes:
         name: of the run.
+        ownership: tells which keys are its.
         state: what is known of it.
-        keys: how many of each kind (see `place`).
+        keys: how many of each kind (see `ownership.place`).
         learners: (learner, instance) of everybody who has a log.
         ends: keys of the log pages by which the run reads as finished.
         last: the newest write of any log, in wall-clock seconds, and the label of its learner.
@@ -60,6 +54,7 @@ class Run:
     """
 
     name: str
+    ownership: Ownership
     state: State = State.UNKNOWN
     keys: Counter[str] = field(default_factory=Counter)
     learners: set[tuple[str, str]] = field(default_factory=set)
@@ -87,63 +82,30 @@ def survey(mailbox: Mailbox, clock: Clock, sleep: Callable[[float], object]) -> 
     Raises:
         MailboxError: the mailbox cannot be read, or did not answer.
     """
-    found = Survey({}, 0)
-    for key in keys_under(mailbox, ""):
-        where = place(key)
-        if where is None:
-            found.foreign += 1
-        else:
-            found.runs.setdefault(where[0], Run(where[0])).keys[where[1]] += 1
-    for run in found.runs.values():
-        run.manifest = mailbox.get(RunKeys(run.name).manifest)
-        run.state = _state(mailbox, run, clock, sleep)
+    keys = mailbox.list("")
+    elsewhere = others(keys)
+    by_run: dict[str, list[str]] = {}
+    for key in keys:
+        where = None if key.startswith(elsewhere) else place(key)
+        if where is not None:
+            by_run.setdefault(where[0], []).append(key)
+    found = Survey({}, len(keys))
+    for name, named in by_run.items():
+        manifest = mailbox.get(RunKeys(name).manifest)
+        run = Run(name, Ownership(mailbox, name, manifest, elsewhere), manifest=manifest)
+        run.keys.update(run.ownership.of(named).values())
+        found.foreign -= run.keys.total()
+        if run.keys:
+            found.runs[name] = run
+            run.state = _state(mailbox, run, clock, sleep)
     found.runs = {name: found.runs[name] for name in sorted(found.runs, key=_natural)}
     return found
 
 
-def place(key: str) -> tuple[str, str] | None:
-    """The run a key is of and its kind ("manifest", "log", "grade", "claim", "back"), or None when it is of none."""
-    if key.startswith(RUNS):
-        name = key.removeprefix(RUNS).removesuffix(".json")
-        return (name, "manifest") if key == RunKeys(name).manifest and _is_name(name) else None
-    head = key.partition("/")[0]
-    name = head.removeprefix("run-") if head.startswith("run-") else "1"
-    keys = RunKeys(name)
-    if not _is_name(name) or not key.startswith(keys.folder):
-        return None
-    log, grade = keys.parse_log(key), keys.parse_grade(key)
-    if log is not None:
-        return (name, "log") if all(map(_is_name, log[:3])) else None
-    if grade is not None:
-        return (name, "grade") if all(map(_is_name, grade[:2])) else None
-    first = key.removeprefix(keys.folder).partition("/")[0]
-    pass_ = keys.pass_keys(first if _PASS.fullmatch(first) else "")
-    for kind, parsed in (("claim", pass_.parse_claim(key)), ("back", pass_.parse_back(key))):
-        if parsed is not None and _is_name(parsed[0], folders=True):
-            return name, kind
-    return None
-
-
-def keys_under(mailbox: Mailbox, prefix: str) -> Iterator[str]:
-    """Keys that start with `prefix`, read page by page.
-
-    On a store that sorts folder by folder, keys in folders of which one's name begins another's may be left out.
-    """
-    size = SCANNED if getattr(mailbox, "listing", "page") == "scan" else PAGE
-    after = ""
-    while page := mailbox.list(prefix, after, size):
-        yield from page
-        if len(page) < size:
-            return
-        after = page[-1]
-
-
 def is_closed(manifest: bytes | None) -> bool:
     """Whether a removal of the run with this manifest was begun: it has no plan any more."""
-    try:
-        return manifest is not None and not Manifest.decode(manifest, "manifest").plans
-    except RecordError:
-        return False
+    read = read_manifest(manifest)
+    return read is not None and not read.plans
 
 
 def _state(mailbox: Mailbox, run: Run, clock: Clock, sleep: Callable[[float], object]) -> State:
@@ -176,8 +138,8 @@ def _state(mailbox: Mailbox, run: Run, clock: Clock, sleep: Callable[[float], ob
 def _named(step: Next, alive: bool, manifest: bytes | None) -> State:
     if alive:
         return State.ALIVE
-    if manifest is None:
-        return State.UNKNOWN  # perhaps another mailbox, whose prefix lies within this one
+    if read_manifest(manifest) is None:
+        return State.UNKNOWN  # perhaps another mailbox's, or of another version
     if is_closed(manifest):
         return State.HALF_REMOVED
     return {Next.FINISHED: State.FINISHED, Next.OPEN_NEXT: State.BROKEN_OFF}.get(step, State.UNKNOWN)
@@ -190,7 +152,7 @@ def _newest_keys(mailbox: Mailbox, keys: RunKeys) -> dict[_Process, str]:
 
 def _pages(mailbox: Mailbox, newest: dict[_Process, str]) -> dict[_Process, tuple[str, LogPage]] | None:
     """The key and content of each process's newest page; None when one cannot be understood."""
-    with ThreadPoolExecutor(_READERS, thread_name_prefix="shardqueue-clean") as readers:
+    with ThreadPoolExecutor(READERS, thread_name_prefix="shardqueue-clean") as readers:
         bodies = list(readers.map(mailbox.get, newest.values()))
     try:
         return {
@@ -200,14 +162,6 @@ def _pages(mailbox: Mailbox, newest: dict[_Process, str]) -> dict[_Process, tupl
         }
     except RecordError:
         return None
-
-
-def _is_name(text: str, folders: bool = False) -> bool:
-    try:
-        check_identifier(text, folders=folders)
-    except InvalidInputError:
-        return False
-    return True
 
 
 def _natural(name: str) -> tuple[int, int, str]:

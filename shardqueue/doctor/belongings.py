@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from shardqueue.mailbox import Mailbox
 
 T = TypeVar("T")
+_TURNS = 3
+"""Times that what is seen is removed."""
 
 
 class StoppedError(Exception):
@@ -56,17 +58,30 @@ class Belongings:
             self._keys.difference_update(keys)
 
     def remove(self, mailbox: Mailbox) -> list[str]:
-        """Remove everything; return the keys that may still be there, sorted."""
+        """Remove everything; return the keys that may still be there, sorted.
+
+        What is under the prefix afterwards is looked at, and removed again: a write may have landed late.
+        """
         with self._lock:
             keys = sorted(self._keys)
-        if not keys:
-            return []
         try:
-            mailbox.delete(keys)
+            for _ in range(_TURNS if keys else 0):
+                mailbox.delete(keys)
+                keys = self._seen(mailbox)
+                if not keys:
+                    break
         except MailboxError:
             return keys
-        self.discard(keys)
-        return []
+        return keys
+
+    def _seen(self, mailbox: Mailbox) -> list[str]:
+        """What a listing shows of them; nothing where listing is not allowed."""
+        try:
+            return mailbox.list(self.prefix)
+        except MailboxUnavailableError:
+            raise
+        except MailboxError:
+            return []
 
 
 class _Remembering(Wrapper):

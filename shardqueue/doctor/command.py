@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import shlex
 import sys
 from functools import partial
@@ -14,7 +13,7 @@ from shardqueue.doctor.costs import Question, bill
 from shardqueue.doctor.examination import examine
 from shardqueue.doctor.findings import Findings, Row
 from shardqueue.mailbox import open_mailbox
-from shardqueue.mailbox.places import SCHEMES
+from shardqueue.mailbox.places import SCHEMES, shown
 from shardqueue.prices import price_at
 from shardqueue.terminal import check_file
 
@@ -66,19 +65,19 @@ def run(given: argparse.Namespace) -> int:
     question = None if units is None else Question(units, nodes, epochs, seconds)
     if given.json is not None:
         check_file("json", given.json)
-    shown = re.sub(r"(?<=://)[^/\s@]+@", "***@", given.url)
+    url = shown(given.url)
     findings = Findings()
     try:
         _examine(given.url, findings)
     except BaseException:
         if findings.left:
-            print(f"shardqueue doctor: left behind under {shown}: {len(findings.left)} keys", file=sys.stderr)
+            print(f"shardqueue doctor: left behind under {url}: {len(findings.left)} keys", file=sys.stderr)
         raise
     if question is not None and findings.latencies:
         findings.bill = bill(question, findings.latencies, price_at(given.url))
-    show(Console(), shown, findings)
+    show(Console(), url, findings)
     if given.json is not None:
-        given.json.write_text(document(shown, findings), encoding="utf-8")
+        given.json.write_text(document(url, findings), encoding="utf-8")
     return 0 if findings.answer else 1
 
 
@@ -86,7 +85,10 @@ def _examine(url: str, findings: Findings) -> None:
     scheme = url.partition("://")[0].lower() if "://" in url else "file"
     folder = Path(url.partition("://")[2] if "://" in url else url).expanduser()
     if scheme in ("file", "local") and url.strip() and not folder.exists():
+        there = next(part for part in folder.absolute().parents if part.exists())
         remedy = f"mkdir -p {shlex.quote(str(folder))}"
+        if not there.is_dir():
+            remedy = f"{there} is a file; choose another folder"
         findings.rows.append(Row("can be opened", False, f"{folder}: no such folder", remedy))
         return
     options: dict[str, Any] = {"deadline": DEADLINE} if scheme in SCHEMES else {}

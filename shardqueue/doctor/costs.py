@@ -1,4 +1,6 @@
-"""What a plan would cost on this store: the driver in virtual time counts its requests, a table has the prices.
+"""What a plan would cost on this store: the driver in virtual time counts its claims, a table has the prices.
+
+Logs are written by the clock, one every five seconds of a node's training, so they are not counted but computed.
 
 A large plan is counted on its first thousands of units, with as many nodes, and scaled: requests a unit hardly
 depend on the number of units (they fall a little), so the answer errs to the dear side.
@@ -11,6 +13,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from shardqueue.errors import InvalidInputError
+from shardqueue.learner import LOG_EVERY
 from shardqueue.prices import AS_OF
 
 if TYPE_CHECKING:
@@ -20,6 +23,9 @@ if TYPE_CHECKING:
     from shardqueue.prices import Price
 
 MOST_NODES = 512
+MOST_SECONDS = 1e6
+_NEVER = 1e12
+"""Seconds between two logs of a simulated node: it writes a first and a last one."""
 _SIMULATED, _A_NODE = 2_000, 20
 """Units that are simulated at least (where the plan has them), and a node."""
 _BATCHES = 4
@@ -50,11 +56,19 @@ class Question:
             value = getattr(self, name)
             if not 0 < value < float("inf"):
                 raise InvalidInputError(name, value, "more than 0", f"pass --{name.replace('_', '-')} 10")
+        if self.unit_seconds > MOST_SECONDS:
+            bound = f"at most {MOST_SECONDS:,.0f}"
+            raise InvalidInputError("unit_seconds", self.unit_seconds, bound, "cut the plan in smaller units")
         if self.nodes > MOST_NODES:
             bound = f"at most {MOST_NODES}"
             raise InvalidInputError(
                 "nodes", self.nodes, bound, "ask about fewer: requests a unit hardly change"
             )
+
+    @property
+    def seconds(self) -> float:
+        """Of training, all nodes together: while they train they write logs."""
+        return self.units * self.epochs * self.unit_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,14 +132,15 @@ def bill(question: Question, latencies: Sequence[Latency], price: Price | None, 
         [Node()] * question.nodes,
         batch_seconds=question.unit_seconds / _BATCHES,
         latency=lambda: draw.choice(seen),
+        log_every=_NEVER,
         seed=seed,
     )
-    made = {name: outcome.requests.get(name, 0) for name in ("PutIfAbsent", "Put", "Get", "List")}
+    made = {name: outcome.requests.get(name, 0) for name in ("PutIfAbsent", "Get", "List")}
     scale = question.units / simulated * question.epochs
     return Bill(
         question,
         simulated,
-        writes=round((made["PutIfAbsent"] + made["Put"]) * scale),
+        writes=round(made["PutIfAbsent"] * scale + question.seconds / LOG_EVERY) + 2 * question.nodes,
         reads=round(made["Get"] * scale),
         listings=round(made["List"] * scale),
         price=price,

@@ -36,14 +36,17 @@ CALLS = 20
 """Calls of each verb that are timed, at most."""
 TIMING = 3.0
 """Seconds after which no further call of a verb is timed."""
+_PUTS = 3
+"""Times that one overwrite is sent."""
 LISTED = 5
 """Keys that are written for a listing."""
 
-_NETWORK = "check the URL, the endpoint (AWS_ENDPOINT_URL) and the network"
+_GONE = "it answered at first, and then no more: look at the server and the network"
 _EXCLUSIVE = (
     "two learners would train the same unit; use a local or NFS folder, or a store that honours If-None-Match "
     "(AWS, R2, SeaweedFS >= 4.48, a current MinIO or Ceph)"
 )
+_UNREAD = "a key that was created is not found"
 _CACHED = "learners would miss what others wrote; take caches, gateways and replicas out of the way"
 
 
@@ -77,9 +80,13 @@ def examine(
     examination = _Examination(url, mailbox, again, belongings.prefix, findings)
     try:
         # In a thread, which no signal interrupts in a write: one that is abandoned could land after the removal.
+        from shardqueue.doctor.report import watch  # brings rich
+
         with ThreadPoolExecutor(1, thread_name_prefix="shardqueue-doctor") as thread:
             try:
-                thread.submit(examination.run, rounds, calls).result()
+                examining = thread.submit(examination.run, rounds, calls)
+                watch(examining, findings)
+                examining.result()
             except BaseException:
                 belongings.stop()
                 raise
@@ -119,7 +126,7 @@ class _Examination:
         try:
             self._mailbox.list(self._prefix, limit=1)
         except MailboxUnavailableError as error:
-            self._add(Row("reaches it", False, _parts(error)[0], _NETWORK))
+            self._add(Row("reaches it", False, *_parts(error)))
             return False
         except MailboxError as error:
             if not permissions.is_denial(str(error)):
@@ -132,7 +139,7 @@ class _Examination:
         denied = []
         tries: dict[str, Callable[[], object]] = {
             "create": lambda: self._mailbox.put_if_absent(self._key("verbs/create"), b"1"),
-            "overwrite": lambda: self._mailbox.put(self._key("verbs/overwrite"), b"1"),
+            "overwrite": lambda: self._put(self._key("verbs/overwrite"), b"1"),
             "read": self._read_whatever_is_there,
             "list": lambda: self._mailbox.list(self._prefix, limit=1),
             "delete": lambda: self._mailbox.delete([self._key("verbs/create")]),
@@ -191,7 +198,8 @@ class _Examination:
             for number in range(rounds):
                 wrong = self._race(threads, contenders, self._key(f"race/{number}"))
                 if wrong:
-                    return Row("", False, f"round {number + 1}: {wrong}", _EXCLUSIVE)
+                    remedy = _CACHED if wrong == _UNREAD else _EXCLUSIVE
+                    return Row("", False, f"round {number + 1}: {wrong}", remedy)
         return Row("", True, f"one winner in each of {rounds} rounds, and its bytes stand")
 
     def _race(self, threads: ThreadPoolExecutor, contenders: list[Mailbox], key: str) -> str:
@@ -210,9 +218,10 @@ class _Examination:
             raise
         if sum(won) != 1:
             return f"{sum(won)} of {len(won)} creates of one key succeeded"
-        if self._mailbox.get(key) != bodies[won.index(True)]:
-            return "what is stored is not what the winner wrote"
-        return ""
+        held = self._mailbox.get(key)
+        if held is None:
+            return _UNREAD
+        return "" if held == bodies[won.index(True)] else "what is stored is not what the winner wrote"
 
     def _reads(self) -> Row:
         for number in range(LISTED):
@@ -240,9 +249,9 @@ class _Examination:
         key = self._key("overwrite")
         for _ in range(LISTED):
             body = os.urandom(16)
-            self._mailbox.put(key, body)
+            self._put(key, body)
             if self._mailbox.get(key) != body:
-                return Row("", False, "an older body was read after an overwrite", _CACHED)
+                return Row("", False, "something else was read than had just been written over it", _CACHED)
         return Row("", True, f"{LISTED} times, and the newest is read")
 
     def _deletes(self) -> Row:
@@ -259,7 +268,7 @@ class _Examination:
         keys = [self._key(f"time/{number}") for number in range(calls)]
         verbs: dict[str, Callable[[str], object]] = {
             "create": lambda key: self._mailbox.put_if_absent(key, b"1"),
-            "overwrite": lambda key: self._mailbox.put(key, b"2"),
+            "overwrite": lambda key: self._put(key, b"2"),
             "read": self._mailbox.get,
             "list": lambda key: self._mailbox.list(key, limit=1),
             "delete": lambda key: self._mailbox.delete([key]),
@@ -280,6 +289,13 @@ class _Examination:
                 self._findings.latencies.append(latency)
                 self._add(Row(f"latency: {verb}", None, _shown(latency)))
 
+    def _put(self, key: str, body: bytes) -> None:
+        """Overwrite, and again where the answer was lost: a `put` is sent once, and a learner writes its next log."""
+        for _ in range(_PUTS - 1):
+            with suppress(MailboxUnavailableError):
+                return self._mailbox.put(key, body)
+        return self._mailbox.put(key, body)
+
     def _key(self, name: str) -> str:
         return f"{self._prefix}{name}"
 
@@ -295,7 +311,8 @@ def _tidied(left: list[str]) -> Row:
 
 
 def _failed(check: str, error: MailboxError) -> Row:
-    return Row(check, False, *_parts(error))
+    found, remedy = _parts(error)
+    return Row(check, False, found, _GONE if isinstance(error, MailboxUnavailableError) else remedy)
 
 
 def _parts(error: MailboxError) -> tuple[str, str]:

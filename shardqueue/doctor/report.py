@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import wait
 from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from shardqueue.terminal import visible
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from concurrent.futures import Future
 
     from shardqueue.doctor.findings import Findings, Row
 
 _MARKS = {True: ("yes", "green"), False: ("no", "bold red"), None: ("-", "dim")}
+
+
+def watch(examining: Future[None], findings: Findings) -> None:
+    """Say on a terminal what was looked at last, until the examination is done: a slow store takes minutes."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        return
+    with console.status("examining") as status:
+        while not examining.done():
+            last = findings.rows[-1].check if findings.rows else "nothing yet"
+            status.update(visible(f"examining; done: {last}"))
+            wait([examining], timeout=0.2)
 
 
 def show(console: Console, url: str, findings: Findings) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 
 # A key in S3, GCS or Azure has 1,024 bytes; `names.MAX_KEY` of them are the key's own.
 _MAX_PREFIX = 200
+_SHORTEST_SECRET = 8
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,253}[A-Za-z0-9]")
 _SECRET_NAMES = re.compile(
     r"key|secret|token|password|username|credential|sas|^sig|signature|connection_string", re.IGNORECASE
@@ -39,14 +41,24 @@ class Place(NamedTuple):
         return re.sub(r"(?<=://)[^/@]*@", "***@", url)
 
 
+def shown(url: str) -> str:
+    """A URL as a message may show it that did not get so far as to be taken apart: no credentials, no query."""
+    found = re.match(r"([A-Za-z][A-Za-z0-9+.-]*://)(.*)", url, re.DOTALL)
+    if found is None or found[1].lower() in ("file://", "local://", "memory://"):
+        return url
+    before, at, rest = found[2].rpartition("@")
+    path, mark, _ = (rest if at else found[2]).partition("?")
+    return f"{found[1]}{'***@' if before else ''}{path}{'?***' if mark else ''}"
+
+
 def parse(url: str) -> tuple[Place, dict[str, Any]]:
     """Where a URL leads, and the options that it implies."""
     scheme, _, rest = url.partition("://")
-    shown = f"{scheme}://{re.sub(r'^[^/]*@', '***@', rest)}"
+    public = shown(url)
     canonical = SCHEMES.get(scheme)
     if canonical is None:
         raise MailboxRefusedError(
-            f"{shown}: object stores are {', '.join(sorted(SCHEMES))}; correct the scheme"
+            f"{public}: object stores are {', '.join(sorted(SCHEMES))}; correct the scheme"
         )
     bucket, _, prefix = rest.partition("/")
     options = {}
@@ -55,26 +67,26 @@ def parse(url: str) -> tuple[Place, dict[str, Any]]:
         bucket, options["account_name"] = account[1], account[2]
     if "@" in bucket:
         remedy = "pass credentials as options, or by the environment"
-        raise InvalidInputError("url", shown, "free of credentials", remedy)
+        raise InvalidInputError("url", public, "free of credentials", remedy)
     if not _BUCKET.fullmatch(bucket):
         raise InvalidInputError(
-            "url", shown, f"{scheme}://bucket/prefix with a bucket's name", "name the bucket"
+            "url", public, f"{scheme}://bucket/prefix with a bucket's name", "name the bucket"
         )
     prefix = prefix.rstrip("/")
     segments = prefix.split("/") if prefix else []
     if any(segment in ("", ".", "..") for segment in segments) or not prefix.isprintable() or "\\" in prefix:
         bound = "free of '//', '.', '..', backslashes and control characters"
-        raise InvalidInputError("url", shown, bound, "clean the prefix")
+        raise InvalidInputError("url", public, bound, "clean the prefix")
     size = len(prefix.encode())
     if size > _MAX_PREFIX:
         bound = f"of a prefix of at most {_MAX_PREFIX} bytes, not {size}"
-        raise InvalidInputError("url", shown, bound, "shorten the prefix")
+        raise InvalidInputError("url", public, bound, "shorten the prefix")
     return Place(canonical, bucket, prefix), options
 
 
 def hider(options: object) -> Callable[[str], str]:
     """Return what takes the credentials in `options`, and what looks like one, out of a text."""
-    hidden = secrets_in(options)
+    hidden = [*secrets_in(options), *_secrets_around()]
 
     def hide(text: str) -> str:
         for secret in hidden:
@@ -82,6 +94,13 @@ def hider(options: object) -> Callable[[str], str]:
         return _SECRET_TEXTS.sub("***", text)
 
     return hide
+
+
+def _secrets_around() -> list[str]:
+    """Credentials in the environment, where the clients look for them too."""
+    ours = ("AWS_", "AZURE_", "GOOGLE_", "GCS")
+    names = (name for name in os.environ if name.startswith(ours) and _SECRET_NAMES.search(name))
+    return [value for value in map(os.environ.__getitem__, names) if len(value) >= _SHORTEST_SECRET]
 
 
 def secrets_in(options: object, secret: bool = False) -> list[str]:

@@ -53,7 +53,7 @@ _CREDENTIALS = (
     "check the credentials, and that they allow Get, Put, Delete and List on this bucket and prefix"
 )
 _BUCKET = "create the bucket or correct the URL (and endpoint_url, when it is not AWS)"
-_REGION = "pass the bucket's region as client_kwargs={'region_name': ...}"
+_REGION = "set AWS_DEFAULT_REGION to the bucket's region, or pass client_kwargs={'region_name': ...}"
 _RENEW = "renew the credentials"
 _NO_S3 = "this is no answer of S3: correct endpoint_url (https:// for http://, if that port speaks TLS)"
 _REMEDIES = {
@@ -154,6 +154,8 @@ class S3Store:
         code, status = _answer(error)
         if code in _REMEDIES:
             return _REMEDIES[code]
+        if isinstance(error, RecursionError):
+            return _REGION  # botocore follows a redirect that names no region for ever
         if isinstance(error, PermissionError | NoCredentialsError | PartialCredentialsError):
             return _CREDENTIALS
         if isinstance(error, _USELESS):

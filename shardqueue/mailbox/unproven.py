@@ -17,7 +17,7 @@ from fsspec.core import url_to_fs
 
 from shardqueue.errors import InvalidInputError
 from shardqueue.mailbox.objects import ObjectMailbox
-from shardqueue.mailbox.places import Place
+from shardqueue.mailbox.places import Place, shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -43,7 +43,9 @@ class UnprovenMailbox(ObjectMailbox):
     def _parsed(url: str) -> tuple[Place, dict[str, Any]]:
         scheme, separator, rest = url.partition("://")
         if not separator:
-            raise InvalidInputError("url", url, "scheme://...", "write the chain's last link with its scheme")
+            raise InvalidInputError(
+                "url", shown(url), "scheme://...", "write the chain's last link with its scheme"
+            )
         return Place(scheme, rest.rstrip("/"), ""), {}
 
     def _store(self) -> UnprovenStore:

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
     from shardqueue.units import LazyUnits
 
-MOST_NODES = 10**4
+MOST_NODES = 2_000
 MOST_UNITS = 10**7
 MOST_BATCHES = 2 * 10**7
-MOST_LOGS = 10**7
+MOST_LOGS = 10**6
 MOST_SIZE = 10**12
 LEAST_SECONDS = 1e-6
 MOST_LATENCY = 60.0

@@ -34,6 +34,7 @@ from shardqueue.errors import (
 )
 from shardqueue.mailbox import Mailbox, open_mailbox
 from shardqueue.mailbox.objects import ObjectMailbox
+from shardqueue.mailbox.places import hider
 from shardqueue.mailbox.s3 import require_conditional_put
 from shardqueue.mailbox.settling import Settler, unreachable
 
@@ -160,6 +161,13 @@ def test_credentials_are_never_shown(s3_server: S3Server, url: str) -> None:
     with pytest.raises(MailboxError) as unknown:
         ObjectMailbox(url, secret="s1234", config_kwargs={"s1234": "s1234"})
     assert "s1234" not in chained(unknown.value)
+
+
+def test_credentials_in_the_environment_are_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "hush-hush-token")
+    monkeypatch.setenv("AWS_PROFILE", "default-profile")
+    hide = hider({})
+    assert hide("token hush-hush-token of default-profile") == "token *** of default-profile"
 
 
 def test_a_pickle_holds_no_connection(s3_server: S3Server, url: str) -> None:
