@@ -60,7 +60,7 @@ class Findings:
         repeated: how often a batch was trained that had been trained before.
         runs: how many were opened: more than 1 after the first broke off.
         requests: calls to the store by verb.
-        claim_requests: of those, all but the logs' writes.
+        claim_requests: of those, what claiming asked: neither finding the run nor writing logs.
         drift: the largest distance between two learners at one time, as a share of the plan.
         errors: with which a node ended.
         parts: each node's.
