@@ -85,8 +85,11 @@ class TestAnyNumberOfEnds:
     def test_unequal_ones(
         self, producers: list[float], consumers: list[float], items: int, capacity: int
     ) -> None:
-        """At most the last item is late: it may be made by the slowest, or fall to the slowest."""
-        pipeline = Pipeline(producers, consumers, items, capacity)
+        """At most the last item is late: it may be made by the slowest, or fall to the slowest.
+
+        Both hold as many items: round robin has room for one in each of its queues at least.
+        """
+        pipeline = Pipeline(producers, consumers, items, max(capacity, len(consumers)))
         channel, robin = through_channel(pipeline), round_robin(pipeline)
         assert once(channel, items)
         assert once(robin, items)
