@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import select
@@ -35,6 +36,8 @@ def census() -> Iterator[None]:
     end = time.monotonic() + GRACE_SECONDS
     left = [_describe(thread) for thread in threading.enumerate() if _outlived(thread, threads, end)]
     multiprocessing.active_children()
+    if set(_children()) - children - lasting:
+        gc.collect()  # an error holds its traceback, that a loader, and that its workers, which else end when they ask
     left += [
         f"process {pid}: {_command(pid)}"
         for pid in _children()
