@@ -37,7 +37,7 @@ def census() -> Iterator[None]:
     left = [_describe(thread) for thread in threading.enumerate() if _outlived(thread, threads, end)]
     multiprocessing.active_children()
     if set(_children()) - children - lasting:
-        gc.collect()  # an error holds its traceback, that a loader, and that its workers, which else end when they ask
+        gc.collect()  # an error holds its traceback, that a loader, and that its workers
     left += [
         f"process {pid}: {_command(pid)}"
         for pid in _children()
