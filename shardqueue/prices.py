@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from shardqueue.mailbox.places import SCHEMES
+from shardqueue.mailbox.places import store_at
 
 AS_OF = "2026-11-30"
 
@@ -55,9 +55,9 @@ def price_at(url: str, endpoint: str | None = None) -> Price | None:
         url: the mailbox's.
         endpoint: URL of the S3 server, "" for Amazon's, None for what the environment and AWS's configuration say.
     """
-    store = SCHEMES.get(url.partition("://")[0].lower()) if "://" in url else None
+    store = store_at(url)
     if store != "s3":
-        return {"gs": GCS, "az": AZURE}.get(store or "")
+        return {"gs": GCS, "az": AZURE}.get(store)
     host = urlsplit(_endpoint() if endpoint is None else endpoint).hostname or "s3.amazonaws.com"
     return next((price for pattern, price in _HOSTS if re.search(pattern, f".{host}")), None)
 

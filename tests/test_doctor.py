@@ -198,9 +198,6 @@ class Stale(Wrapper):
     def get(self, key: str) -> bytes | None:
         return self._first.setdefault(key, self._mailbox.get(key))
 
-    def _around(self, verb: str, name: str, forward: Callable[[], T]) -> T:
-        return forward()
-
 
 def test_no_to_a_cache() -> None:
     stale = Stale(MemoryMailbox())
@@ -213,15 +210,9 @@ class Disordered(Wrapper):
     def list(self, prefix: str, after: str = "", limit: int | None = None) -> list[str]:
         return super().list(prefix)
 
-    def _around(self, verb: str, name: str, forward: Callable[[], T]) -> T:
-        return forward()
-
 
 class Undying(Wrapper):
     def delete(self, keys: Iterable[str]) -> None: ...
-
-    def _around(self, verb: str, name: str, forward: Callable[[], T]) -> T:
-        return forward()
 
 
 @pytest.mark.parametrize(
@@ -252,9 +243,6 @@ class Late(Wrapper):
         while self._again:
             self._mailbox.put(*self._again.popitem())
 
-    def _around(self, verb: str, name: str, forward: Callable[[], T]) -> T:
-        return forward()
-
 
 def test_what_lands_late_is_removed_too() -> None:
     memory = MemoryMailbox()
@@ -272,9 +260,6 @@ class Elsewhere(Wrapper):
 
     def get(self, key: str) -> bytes | None:
         return self._body if "race/0" in key else super().get(key)
-
-    def _around(self, verb: str, name: str, forward: Callable[[], T]) -> T:
-        return forward()
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from shardqueue.doctor.costs import Question, bill
 from shardqueue.doctor.examination import examine
 from shardqueue.doctor.findings import Findings, Row
 from shardqueue.mailbox import open_mailbox
-from shardqueue.mailbox.places import SCHEMES, shown
+from shardqueue.mailbox.places import shown, store_at
 from shardqueue.prices import price_at
 from shardqueue.terminal import check_file
 
@@ -91,5 +91,5 @@ def _examine(url: str, findings: Findings) -> None:
             remedy = f"{there} is a file; choose another folder"
         findings.rows.append(Row("can be opened", False, f"{folder}: no such folder", remedy))
         return
-    options: dict[str, Any] = {"deadline": DEADLINE} if scheme in SCHEMES else {}
+    options: dict[str, Any] = {"deadline": DEADLINE} if store_at(url) else {}
     examine(url, partial(open_mailbox, url, prove=False, **options), findings)

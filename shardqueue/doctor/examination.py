@@ -12,7 +12,6 @@ go well are no proof: the list of stores that are known to be exclusive stays th
 from __future__ import annotations
 
 import os
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -23,7 +22,7 @@ from shardqueue.doctor import permissions
 from shardqueue.doctor.belongings import Belongings
 from shardqueue.doctor.findings import Findings, Latency, Row
 from shardqueue.errors import MailboxError, MailboxRefusedError, MailboxUnavailableError
-from shardqueue.mailbox.probe import prove_exclusive
+from shardqueue.mailbox.probe import prove_exclusive, race
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,7 +45,6 @@ _EXCLUSIVE = (
     "two learners would train the same unit; use a local or NFS folder, or a store that honours If-None-Match "
     "(AWS, R2, SeaweedFS >= 4.48, a current MinIO or Ceph)"
 )
-_UNREAD = "a key that was created is not found"
 _CACHED = "learners would miss what others wrote; take caches, gateways and replicas out of the way"
 
 
@@ -196,32 +194,15 @@ class _Examination:
         with ThreadPoolExecutor(CONTENDERS, thread_name_prefix="shardqueue-doctor") as threads:
             list(threads.map(lambda mailbox: mailbox.get(self._key("race/nothing")), contenders))
             for number in range(rounds):
-                wrong = self._race(threads, contenders, self._key(f"race/{number}"))
-                if wrong:
-                    remedy = _CACHED if wrong == _UNREAD else _EXCLUSIVE
-                    return Row("", False, f"round {number + 1}: {wrong}", remedy)
+                winners, kept = race(contenders, self._key(f"race/{number}"), threads)
+                found, remedy = f"{winners} of {CONTENDERS} creates of one key succeeded", _EXCLUSIVE
+                if winners == 1:
+                    found = "what is stored is not what the winner wrote"
+                if kept is None:
+                    found, remedy = "a key that was created is not found", _CACHED
+                if not kept:
+                    return Row("", False, f"round {number + 1}: {found}", remedy)
         return Row("", True, f"one winner in each of {rounds} rounds, and its bytes stand")
-
-    def _race(self, threads: ThreadPoolExecutor, contenders: list[Mailbox], key: str) -> str:
-        """Create `key` from all sides at once; say what was wrong."""
-        bodies = [os.urandom(16) for _ in contenders]
-        start = threading.Barrier(len(contenders))
-
-        def create(mailbox: Mailbox, body: bytes) -> bool:
-            start.wait()
-            return mailbox.put_if_absent(key, body)
-
-        try:
-            won = list(threads.map(create, contenders, bodies))
-        except BaseException:
-            start.abort()  # or those that wait would wait for ever
-            raise
-        if sum(won) != 1:
-            return f"{sum(won)} of {len(won)} creates of one key succeeded"
-        held = self._mailbox.get(key)
-        if held is None:
-            return _UNREAD
-        return "" if held == bodies[won.index(True)] else "what is stored is not what the winner wrote"
 
     def _reads(self) -> Row:
         for number in range(LISTED):

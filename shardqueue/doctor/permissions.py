@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from shardqueue.mailbox.places import SCHEMES
+from shardqueue.mailbox.places import store_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -58,13 +58,13 @@ def is_denial(message: str) -> bool:
 
 def missing(url: str, verbs: Iterable[str]) -> list[str]:
     """What has to be granted so that these verbs are permitted at `url`."""
-    actions = _ACTIONS.get(_store(url), _FOLDER)
+    actions = _ACTIONS.get(store_at(url), _FOLDER)
     return list(dict.fromkeys(action for verb in verbs for action in actions[verb]))
 
 
 def remedy(url: str, verbs: list[str]) -> str:
     """How to grant what these verbs lack."""
-    store = _store(url)
+    store = store_at(url)
     bucket, _, prefix = url.partition("://")[2].partition("/")
     if store == "s3":
         objects = f"arn:aws:s3:::{bucket}/{prefix.strip('/')}".rstrip("/") + "/*"
@@ -81,7 +81,3 @@ def remedy(url: str, verbs: list[str]) -> str:
 
 def _credentials(verbs: list[str]) -> str:
     return "check the credentials; if they are right, " if len(verbs) == len(VERBS) else ""
-
-
-def _store(url: str) -> str:
-    return SCHEMES.get(url.partition("://")[0].lower(), "") if "://" in url else ""

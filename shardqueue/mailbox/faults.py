@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class Wrapper:
-    """Forwards each verb through `_around`, which a fault overrides."""
+    """Forwards each verb through `_around`; a fault overrides that, or a verb."""
 
     def __init__(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
@@ -59,9 +59,9 @@ class Wrapper:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._mailbox!r})"
 
-    def _around(self, verb: str, name: str, forward: Callable[[], T]) -> T:
+    def _around(self, verb: str, name: str, forward: Callable[[], T]) -> T:  # noqa: ARG002
         """Make the call `verb` on key or prefix `name` by calling `forward`."""
-        raise NotImplementedError
+        return forward()
 
 
 class Delayed(Wrapper):
@@ -215,9 +215,6 @@ class TornRead(_Chosen):
             return body[: int(len(body) * self._keep)]
         return body
 
-    def _around(self, verb: str, name: str, forward: Callable[[], T]) -> T:  # noqa: ARG002
-        return forward()
-
 
 class StaleListing(Wrapper):
     """Listings answer from a snapshot of all keys, which is taken anew at every n-th listing.
@@ -247,9 +244,6 @@ class StaleListing(Wrapper):
             self._listings += 1
             found = (key for key in self._snapshot if key.startswith(prefix) and key > after)
             return list(islice(found, limit))
-
-    def _around(self, verb: str, name: str, forward: Callable[[], T]) -> T:  # noqa: ARG002
-        return forward()
 
 
 def _check_every(every: int) -> None:

@@ -41,6 +41,12 @@ class Place(NamedTuple):
         return re.sub(r"(?<=://)[^/@]*@", "***@", url)
 
 
+def store_at(url: str) -> str:
+    """The one name of the object store that a URL is of; "" for any other URL, and for a path."""
+    scheme, separator, _ = url.partition("://")
+    return SCHEMES.get(scheme.lower(), "") if separator else ""
+
+
 def shown(url: str) -> str:
     """A URL as a message may show it that did not get so far as to be taken apart: no credentials, no query."""
     found = re.match(r"([A-Za-z][A-Za-z0-9+.-]*://)(.*)", url, re.DOTALL)

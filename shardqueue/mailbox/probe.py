@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING
 from shardqueue.errors import MailboxError, MailboxRefusedError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from shardqueue.mailbox import Mailbox
 
 _REMEDY = (
@@ -66,30 +68,39 @@ def prove_races(
     try:
         with ThreadPoolExecutor(contenders, thread_name_prefix="shardqueue-probe") as threads:
             for key in keys:
-                _race(mailbox, key, contenders, threads)
+                winners, kept = race([mailbox] * contenders, key, threads)
+                if winners != 1:
+                    raise _refusal(mailbox, f"let {winners} of {contenders} threads create one key")
+                if not kept:
+                    raise _refusal(mailbox, "did not keep the bytes of the one that created a key")
     finally:
         with contextlib.suppress(MailboxError):
             mailbox.delete(keys)
 
 
-def _race(mailbox: Mailbox, key: str, contenders: int, threads: ThreadPoolExecutor) -> None:
-    bodies = [json.dumps({"probe": os.urandom(12).hex()}).encode() for _ in range(contenders)]
-    together = threading.Barrier(contenders)
+def race(contenders: Sequence[Mailbox], key: str, threads: ThreadPoolExecutor) -> tuple[int, bool | None]:
+    """Let all contenders create `key` at once, each in a thread of `threads`, which has as many.
 
-    def create(body: bytes) -> bool:
+    Returns:
+        How many were told that they won; and where it is one, whether the store keeps the bytes of that one (None:
+        it shows nothing).
+    """
+    bodies = [json.dumps({"probe": os.urandom(12).hex()}).encode() for _ in contenders]
+    together = threading.Barrier(len(contenders))
+
+    def create(mailbox: Mailbox, body: bytes) -> bool:
         together.wait()
         return mailbox.put_if_absent(key, body)
 
     try:
-        won = list(threads.map(create, bodies))
-    except BaseException:  # interrupted before all were at the line
-        together.abort()
+        won = list(threads.map(create, contenders, bodies))
+    except BaseException:
+        together.abort()  # interrupted before all were at the line: those that wait would wait for ever
         raise
-    winners = [body for body, is_first in zip(bodies, won, strict=True) if is_first]
-    if len(winners) != 1:
-        raise _refusal(mailbox, f"let {len(winners)} of {contenders} threads create one key")
-    if mailbox.get(key) != winners[0]:
-        raise _refusal(mailbox, "did not keep the bytes of the one that created a key")
+    if sum(won) != 1:
+        return sum(won), False
+    held = contenders[0].get(key)
+    return 1, None if held is None else held == bodies[won.index(True)]
 
 
 def _refusal(mailbox: Mailbox, saw: str) -> MailboxRefusedError:

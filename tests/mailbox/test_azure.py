@@ -18,7 +18,7 @@ from shardqueue.mailbox.objects import ObjectMailbox
 from shardqueue.mailbox.places import secrets_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 pytest.importorskip("adlfs", reason="pip install 'shardqueue[azure]'")
 
@@ -91,11 +91,7 @@ def test_requests_of_each_verb(azurite: str, url: str) -> None:
         mailbox = open_mailbox(url, **connection(wire.endpoint))
         assert Counter(wire.methods) == {"PUT": 2, "GET": 2, "DELETE": 1}
 
-        def cost(call: Callable[[], object]) -> list[str]:
-            before = len(wire.requests)
-            call()
-            return wire.methods[before:]
-
+        cost = wire.cost
         assert cost(lambda: mailbox.put_if_absent("u/a", b"mine")) == ["PUT"]
         assert cost(lambda: mailbox.put_if_absent("u/a", b"yours")) == ["PUT", "GET"]
         assert cost(lambda: mailbox.get("u/b")) == ["GET"]

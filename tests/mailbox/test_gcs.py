@@ -16,7 +16,7 @@ from shardqueue.mailbox import Mailbox, open_mailbox
 from shardqueue.mailbox.places import secrets_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 pytest.importorskip("gcsfs", reason="pip install 'shardqueue[gcs]'")
 
@@ -67,11 +67,7 @@ def test_requests_of_each_verb(gcs_options: dict[str, Any], url: str) -> None:
         mailbox = open_mailbox(url, **{**gcs_options, "endpoint_url": wire.endpoint})
         assert Counter(wire.methods) == {"POST": 2, "GET": 2, "DELETE": 1}
 
-        def cost(call: Callable[[], object]) -> list[str]:
-            before = len(wire.requests)
-            call()
-            return wire.methods[before:]
-
+        cost = wire.cost
         assert cost(lambda: mailbox.put_if_absent("u/a", b"mine")) == ["POST"]
         assert cost(lambda: mailbox.put_if_absent("u/a", b"yours")) == ["POST", "GET"]
         assert cost(lambda: mailbox.get("u/b")) == ["GET"]

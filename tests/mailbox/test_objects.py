@@ -39,7 +39,6 @@ from shardqueue.mailbox.s3 import require_conditional_put
 from shardqueue.mailbox.settling import Settler, unreachable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from conftest import S3Server
@@ -81,11 +80,7 @@ def test_requests_of_each_verb(s3_server: S3Server, url: str) -> None:
             url, **{**s3_server.options, "client_kwargs": {"endpoint_url": wire.endpoint}}
         )
 
-        def cost(call: Callable[[], object]) -> list[str]:
-            before = len(wire.requests)
-            call()
-            return wire.methods[before:]
-
+        cost = wire.cost
         assert cost(lambda: mailbox.put_if_absent("u/a", b"mine")) == ["PUT"]
         assert cost(lambda: mailbox.put_if_absent("u/a", b"yours")) == ["PUT", "GET"]
         assert cost(lambda: mailbox.get("u/a")) == ["GET"]

@@ -190,6 +190,12 @@ class Wire:
         """The method of each request so far."""
         return [line.partition(" ")[0] for line in self.requests]
 
+    def cost(self, call: Callable[[], object]) -> list[str]:
+        """The method of each request that `call` makes."""
+        before = len(self.requests)
+        call()
+        return self.methods[before:]
+
     def asked(self, key: str) -> list[str]:
         """The verbs of the requests so far for keys that end with `key`."""
         with self._lock:
