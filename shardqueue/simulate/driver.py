@@ -11,6 +11,7 @@ is trained, not taken from any log.
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections import Counter, deque
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -419,17 +420,20 @@ def simulate(
     return _outcome(world, plan, nodes, learners, batch_seconds)
 
 
-def _limit(nodes: Sequence[Node], work: float) -> float:
-    """When `work` seconds of a node of speed 1 are done if nobody ever idles."""
-    low, high = 0.0, 1.0
-    while sum(node.done(high) for node in nodes) < work:
-        high *= 2.0
-        if high > 1e15:
-            return float("inf")
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (low, middle) if sum(node.done(middle) for node in nodes) >= work else (middle, high)
-    return high
+def limit(nodes: Sequence[Node], work: float) -> float:
+    """Return when `work` seconds of a node of speed 1 are done if nobody ever idles; infinity if never."""
+
+    def done(until: float) -> float:
+        return sum(node.done(until) for node in nodes)
+
+    turns = sorted({0.0, *(turn for node in nodes for turn in (node.joins, *(at for at, _ in node.changes)))})
+    after = bisect_left(turns, work, key=done)
+    if after == 0:
+        return turns[0]
+    before = turns[after - 1]
+    later = turns[after] if after < len(turns) else before + max(1.0, before)
+    rate = (done(later) - done(before)) / (later - before)
+    return before + (work - done(before)) / rate if rate > 0 else float("inf")
 
 
 def _outcome(
@@ -440,7 +444,7 @@ def _outcome(
     share = batches * seconds / len(nodes)
     return Outcome(
         makespan=makespan,
-        limit=_limit(nodes, batches * seconds),
+        limit=limit(nodes, batches * seconds),
         fixed=max(node.finish(node.joins, share) for node in nodes),
         batches=tuple(learner.batches for learner in learners),
         units=tuple(learner.book.claimed for learner in learners),

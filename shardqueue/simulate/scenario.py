@@ -7,10 +7,11 @@ of those who were there allow.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING
+
+from shardqueue.simulate.driver import limit
 
 if TYPE_CHECKING:
     from shardqueue.simulate import Node
@@ -64,22 +65,7 @@ class Scenario:
 
     def limit(self, batches: int) -> float:
         """When so many batches are done if no node ever idles; infinity when the nodes are gone before."""
-        work = batches * self.batch_seconds
-        lives = [while_there(node) for node in self.nodes]
-
-        def done(until: float) -> float:
-            return sum(node.done(until) for node in lives)
-
-        turns = sorted(
-            {0.0, *(turn for node in lives for turn in (node.joins, *(at for at, _ in node.changes)))}
-        )
-        after = bisect_left(turns, work, key=done)
-        if after == 0:
-            return turns[0]
-        before = turns[after - 1]
-        later = turns[after] if after < len(turns) else before + max(1.0, before)
-        rate = (done(later) - done(before)) / (later - before)
-        return before + (work - done(before)) / rate if rate > 0 else inf
+        return limit([while_there(node) for node in self.nodes], batches * self.batch_seconds)
 
     def fixed_split(self) -> FixedSplit:
         """What an equal split made up front comes to."""
