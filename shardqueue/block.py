@@ -21,6 +21,8 @@ from enum import IntEnum
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
+from shardqueue.allowance import UNLIMITED, Allowance
+
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
@@ -28,16 +30,17 @@ WORKERS = 256
 """Workers a loader may have."""
 _KEY_BITS = 40
 _RING = 64
-_HEAD = 12
+_HEAD = 13
 _BEGUN = _HEAD
 _FINISHED = _BEGUN + _RING
 _SLOTS = _FINISHED + _RING
-_SLOT = 5
+_SLOT = 6
 WORDS = _SLOTS + _SLOT * WORKERS
 """Words of a block."""
-_OWNER, _INSTANCE, _EPOCH, _RUN, _TRACKED, _LEFT, _CURRENT, _BEGINS, _FINISHES, _SINCE, _EACH, _FRESH = range(
-    _HEAD
-)
+(
+    *(_OWNER, _INSTANCE, _EPOCH, _RUN, _TRACKED, _LEFT, _CURRENT, _BEGINS, _FINISHES, _SINCE, _EACH, _FRESH),
+    _ALLOWED,
+) = range(_HEAD)
 _MESSAGE = struct.Struct("<6q")
 
 
@@ -75,9 +78,9 @@ def key_of(word: int) -> int:
     return word & ((1 << _KEY_BITS) - 1)
 
 
-def pass_name(number: int) -> str:
-    """Return the name of a pass, which is its folder in the mailbox; the first has none."""
-    return f"e{number}" if number else ""
+def pass_name(number: int, stage: str = "") -> str:
+    """Return the name of a pass, which is its folder in the mailbox; the first one of training has none."""
+    return f"{stage}{number}" if stage else f"e{number}" if number else ""
 
 
 class Block:
@@ -260,6 +263,46 @@ class Block:
         taken = self._words[self._slot(worker) + 4]
         return (taken, self._words[_SINCE] / 1e9, each / 1e9) if each else None
 
+    # -- how much may be taken ---------------------------------------------------------------------------
+
+    @property
+    def allowance(self) -> Allowance:
+        """What all workers together may take of the pass."""
+        word = self._words[_ALLOWED]
+        return Allowance((word >> 2) - 1, bool(word & 2), bool(word & 1)) if word else UNLIMITED
+
+    @allowance.setter
+    def allowance(self, allowance: Allowance) -> None:
+        batches = allowance.batches
+        word = 0 if batches is None else (batches + 1) << 2 | allowance.final << 1 | allowance.cut
+        self._words[_ALLOWED] = word
+
+    def promise(self, worker: int, batches: int) -> None:
+        """A worker that claims no more says how many batches it took."""
+        self._words[self._slot(worker) + 5] = batches
+
+    def allowed(self, word: int, worker: int, workers: int) -> Allowance:
+        """What a worker may take of an iteration: its share; the first one also what others left of theirs."""
+        allowance = self.allowance
+        if allowance.batches is None:
+            return allowance
+        if not allowance.final:  # one is enough to begin with, and the loader asks the first one first
+            return Allowance(0, final=False) if worker else allowance
+        own = allowance.part(worker, workers)
+        if worker:
+            return own
+        taken = sum(
+            self._taken_of(word, other, allowance.part(other, workers)) for other in range(1, workers)
+        )
+        return Allowance(allowance.batches - taken, allowance.final, allowance.cut)
+
+    def _taken_of(self, word: int, worker: int, share: Allowance) -> int:
+        """What another worker took, or may still take."""
+        assert share.batches is not None
+        slot = self._slot(worker)
+        over = self._words[slot] == word and self._words[slot + 2] != Doing.CLAIMING
+        return self._words[slot + 5] if over else share.batches
+
     # -- logs --------------------------------------------------------------------------------------------
 
     def page(self, worker: int) -> int:
@@ -286,6 +329,10 @@ class Told(IntEnum):
     """It is proven; `value` is the batch at which it begins."""
     SIZED = 4
     """`value` is the number of its batches."""
+    CUT = 5
+    """It ends before its unit does, at batch `value`."""
+    GIVEN = 6
+    """What is behind that end can be taken by others."""
 
 
 @dataclass(frozen=True, slots=True)

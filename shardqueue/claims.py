@@ -11,6 +11,8 @@ Invariants:
   `back/{id}~{n-1}` was read.
 - It ends (`exhausted`) when every unit is known to be claimed and no given-back attempt is left to take.
 - After `stop`, no new claim is asked for; `give_back` returns the records that end what was not trained.
+- An allowance (see `allowance`) is never exceeded: of a unit that is larger than what is left of it, the surplus is
+  given back as soon as the claim is ours, and the loader is told where to end.
 
 Which unit and when is preference: see `window` and `pace`.
 """
@@ -23,6 +25,7 @@ from functools import partial
 from math import gcd, log2
 from typing import TYPE_CHECKING
 
+from shardqueue.allowance import UNLIMITED, Allowance
 from shardqueue.asks import PATIENCE, Asks
 from shardqueue.errors import MailboxRefusedError, RecordError
 from shardqueue.mailbox.calls import Get, List, PutIfAbsent
@@ -69,6 +72,10 @@ PLENTY = 1e6
 """Batches a unit is taken to have while nothing is known of its kind: one is enough to begin with."""
 STALE = 4
 """Where a listing scans a folder: units not known to be claimed, for each that is likely free, before a new scan."""
+LOOK_BACK_SOON, LOOK_BACK_EVERY = 0.02, 0.5
+"""Seconds between two looks for what was given back, of who waits for it: at first, and at most."""
+SURPLUS = "surplus"
+"""Why a part of a unit is given back that goes beyond an allowance."""
 SCAN_SHARE = 20.0
 """Where a listing scans a whole folder: seconds to let pass for each second a listing took beyond a quick call."""
 
@@ -92,6 +99,11 @@ class Claim:
         handed: batches handed to the consumer.
         trained: of those, how many are known to be trained, or will not be offered again.
         unclear: of those, how many may not have been trained.
+        take: batches it counts for in the allowance.
+        read: batches its loader has given so far.
+        end: the unit's batch at which this attempt ends, None for the unit's own end.
+        given: whether the record that gives back what is behind `end` is written.
+        bound: the unit's batch at which the loader has to stop for now, None for none.
     """
 
     position: int
@@ -109,6 +121,15 @@ class Claim:
     trained: int = 0
     unclear: int = 0
     in_mind: float = 0.0
+    take: float = 0.0
+    read: int = 0
+    end: int | None = None
+    given: bool = False
+    bound: int | None = None
+
+    def is_over(self, index: int) -> bool:
+        """Whether batch `index` of the unit was left to others."""
+        return self.end is not None and index >= self.end
 
     @property
     def finished(self) -> bool:
@@ -156,6 +177,7 @@ class Claims:
         scans: a listing costs a scan of all claims, so names are tried instead where listings would add up.
         part, parts: of the learner's claiming this does part `part` of `parts`, from 0; towards the end of the plan
             part 0 does all of it, and the others are exhausted early (`yielded`).
+        waits: where nothing is left to claim, it looks again for what is given back, instead of being exhausted.
     """
 
     def __init__(
@@ -172,6 +194,7 @@ class Claims:
         patience: float = PATIENCE,
         part: int = 0,
         parts: int = 1,
+        waits: bool = False,
     ) -> None:
         self.plan, self.run, self.keys, self.owner = plan, run, keys, owner
         self.window = Window(plan, random)
@@ -181,7 +204,17 @@ class Claims:
         self.exhausted = False
         self.yielded = False
         self.stopped = False
+        self.promised = 0.0
+        self.empty_looks = 0
+        self.waits = waits
         self._part, self._parts = part, parts
+        self._allowance = UNLIMITED
+        self._done = 0.0
+        self._surpluses = 0
+        self._cut: list[Claim] = []
+        self._given: list[Claim] = []
+        self._pause = LOOK_BACK_SOON
+        self._next_look_back = 0.0
         self._handed = 0
         self._nonce, self._scans = nonce, scans
         self._won: list[Claim] = []
@@ -211,6 +244,16 @@ class Claims:
 
     # -- what happened -----------------------------------------------------------------------------------
 
+    def allow(self, allowance: Allowance) -> None:
+        """From now on no more than this may be taken."""
+        if allowance == self._allowance:
+            return
+        self._allowance = allowance
+        for claim in self.hand:
+            if allowance.cut:
+                self._cut_open(claim)
+            self._set_bound(claim)
+
     def met(self, instances: set[tuple[str, str]]) -> None:
         """These learners, as (learner, instance), have a log in the run."""
         self._peers |= instances
@@ -231,27 +274,33 @@ class Claims:
 
     def loaded(self, claim: Claim, batches: int) -> None:
         """The loader gave all of `claim`: `batches` in this attempt."""
+        if claim.end is None and claim.begin + batches == claim.bound:
+            self._cut_open(claim)  # there may be more of it, for others
         claim.loaded = True
         claim.size = batches
+        self._promise(claim, batches)
         self._weigh(claim)
         self._counted += batches
-        self._expected += claim.weight
+        self._expected += claim.weight if claim.end is None else claim.take
         for other in self.hand:
             if not other.loaded:
-                other.size = self._size(other.weight, other.position)
-                self._weigh(other)
+                self._expect(other)
         self.settle(claim)
 
     def settle(self, claim: Claim) -> None:
         """Forget `claim` once it is trained whole."""
-        if claim.finished:
-            self.hand.pop(claim, None)
+        if claim.finished and claim in self.hand:
+            del self.hand[claim]
+            self._done += claim.size
 
     def stop(self) -> None:
         """Ask for nothing new."""
         self.stopped = True
         never_sent = {call.key for call in self.asks.forget() if isinstance(call, PutIfAbsent)}
         self._asking = {claim: None for claim in self._asking if claim.key not in never_sent}
+        for claim in self.hand:
+            if self.keys.back(claim.identifier, claim.attempt) in never_sent:
+                claim.end = None
 
     # -- what to do --------------------------------------------------------------------------------------
 
@@ -276,7 +325,8 @@ class Claims:
         if self.stopped or self.exhausted:
             return again
         low = self.pace.wake(now, self.tail)
-        return low if again is None else again if low is None else min(low, again)
+        look = self._next_look_back if self._next_look_back > now else None
+        return min((at for at in (again, low, look) if at is not None), default=None)
 
     def take_won(self) -> list[Claim]:
         """Claims won since the last call, to be loaded in this order."""
@@ -298,6 +348,16 @@ class Claims:
         proven, self._proven = self._proven, []
         return proven
 
+    def take_cut(self) -> list[Claim]:
+        """Claims of ours that were found, since the last call, to end before their unit does."""
+        cut, self._cut = self._cut, []
+        return cut
+
+    def take_given(self) -> list[Claim]:
+        """Of those, the ones whose surplus others can take since the last call."""
+        given, self._given = self._given, []
+        return given
+
     def take_twins(self) -> list[LogPage]:
         """Logs, found since the last call, of other learners with our label."""
         twins, self._twins = self._twins, []
@@ -308,17 +368,43 @@ class Claims:
 
         To be called once stopped, when nothing is under way.
         """
-        calls = []
-        for claim in self.hand:
-            if claim.state is State.OURS and not claim.finished:
-                record = BackRecord(
-                    begin=claim.begin + claim.trained,
-                    learner=self.owner.learner,
-                    instance=self.owner.instance,
-                    why=why,
-                )
-                calls.append(PutIfAbsent(self.keys.back(claim.identifier, claim.attempt), record.encode()))
-        return calls
+        return [self._back(claim, claim.begin + claim.trained, why) for claim in self.returnable]
+
+    @property
+    def returnable(self) -> list[Claim]:
+        """Claims of ours that are not trained whole, and whose end is not on record."""
+        return [
+            claim
+            for claim in self.hand
+            if claim.state is State.OURS and not claim.finished and claim.end is None
+        ]
+
+    def _back(self, claim: Claim, begin: int, why: str) -> PutIfAbsent:
+        record = BackRecord(begin=begin, learner=self.owner.learner, instance=self.owner.instance, why=why)
+        return PutIfAbsent(self.keys.back(claim.identifier, claim.attempt), record.encode())
+
+    @property
+    def committed(self) -> int:
+        """Batches that are certainly ours: trained, in hand, or of claims whose size is known."""
+        sure = (c for c in self.hand if c.state is State.OURS)
+        return int(self._done + sum(c.take if self._is_sized(c) else c.handed for c in sure))
+
+    @property
+    def events(self) -> int:
+        """Grows with every claim that is asked for, and every surplus given back."""
+        return self._sequence + self._surpluses
+
+    @property
+    def settled(self) -> bool:
+        """Whether every claim that was asked for is decided, and every surplus can be taken by others."""
+        return not self._asking and all(
+            claim.state is State.OURS and (claim.given if claim.end is not None else self._is_sized(claim))
+            for claim in self.hand
+        )
+
+    def _is_sized(self, claim: Claim) -> bool:
+        known = self.plan.batches(claim.position) is not None
+        return claim.loaded or claim.end is not None or known
 
     @property
     def unclear(self) -> list[Claim]:
@@ -354,6 +440,10 @@ class Claims:
 
     def _plan_ahead(self, now: float) -> None:
         self._publish()
+        if self._room <= 0.0:
+            self.exhausted = self._allowance.final and not self._asking
+            self._wanting = None
+            return
         wanted = self._wanted(now)
         if wanted <= 0.0:
             self._wanting = None
@@ -369,7 +459,7 @@ class Claims:
                 return
             self._take_over()
         if self.window.front >= len(self.plan):
-            self._look_back()
+            self._look_back(now)
             return
         if self._seek is not None and self._seek_front():
             return
@@ -378,7 +468,7 @@ class Claims:
             self.window.left * self.window.share
         )  # near the end, no more than our share of what is left
         most = max(1, min(AT_ONCE, HOARD - len(self.hand), modest))
-        while wanted > 0.0 and len(self._asking) < most:
+        while wanted > 0.0 and self._room > 0.0 and len(self._asking) < most:
             position = self._pick(now)
             if position is None:
                 break
@@ -400,7 +490,15 @@ class Claims:
             unit = batch * self._size(float(self.plan.batches(position) or 1), position)
             self.window.reserve(self.pace.low_water(now, tail=True) / max(1e-9, unit))
 
+    @property
+    def _room(self) -> float:
+        """Batches that may still be taken."""
+        return self._allowance.limit - self.promised
+
     def _wanted(self, now: float) -> float:
+        return min(self._room, self._wished(now))
+
+    def _wished(self, now: float) -> float:
         wanted = self.pace.wanted(now, self.tail)
         if wanted and self.pace.batch(now) is None and self.pace.started is None:
             # Nothing timed yet: a few more units hide the first claims' latency where there are plenty.
@@ -456,7 +554,9 @@ class Claims:
             nonce=self._nonce(),
             sequence=self._sequence,
         )
-        weight = max(0.0, float(self.plan.batches(position) or 1) - begin)
+        batches = self.plan.batches(position)
+        weight = max(0.0, float(batches or 1) - begin)
+        take = min(self._room, self._whole(weight, batches))
         claim = Claim(
             position=position,
             identifier=identifier,
@@ -465,11 +565,14 @@ class Claims:
             key=self.keys.claim(identifier, attempt),
             data=record.encode(),
             decided=now if self._wanting is None else self._wanting,
-            size=self._size(weight, position),
+            size=0.0,
             weight=weight,
+            end=begin + int(take) if batches is not None and take < weight else None,
         )
+        self._promise(claim, take)
+        self._set_bound(claim)
         self.window.claimed(position)
-        self._weigh(claim)
+        self._expect(claim)
         self._asking[claim] = None
         self._asked.append(claim)
         self.asks.ask(PutIfAbsent(claim.key, claim.data), partial(self._created, claim))
@@ -480,6 +583,24 @@ class Claims:
         if self._expected:
             return weight * self._counted / self._expected
         return weight if self.plan.batches(position) is not None else PLENTY
+
+    def _whole(self, weight: float, batches: int | None) -> float:
+        """What all of a unit counts for: of unknown size, as much as may be taken, if there is a bound to that."""
+        if batches is not None:
+            return weight
+        return self._room if self._allowance.batches is not None else 0.0
+
+    def _promise(self, claim: Claim, take: float) -> None:
+        """Keep `promised` in step with what `claim` counts for."""
+        self.promised += take - claim.take
+        claim.take = take
+
+    def _expect(self, claim: Claim) -> None:
+        """Set how many batches the attempt is expected to have."""
+        bounded = self._allowance.batches is not None or claim.end is not None
+        size = self._size(claim.weight, claim.position)
+        claim.size = min(size, claim.take) if bounded else size
+        self._weigh(claim)
 
     def _weigh(self, claim: Claim) -> None:
         """Keep `pace.ahead` in step with what `claim` still has to hand out."""
@@ -501,6 +622,7 @@ class Claims:
             return
         claim.state = State.LOST
         self._lost.append(claim)
+        self._promise(claim, 0.0)
         self._weigh(claim)
         self._wanting = claim.decided if self._wanting is None else min(claim.decided, self._wanting)
         self._known_attempts.add((claim.identifier, claim.attempt))
@@ -512,6 +634,7 @@ class Claims:
             claim.state = State.OURS
             self._proven.append(claim)
             self.pace.claimed(now - claim.decided)
+            self._bound(claim)
             return
         claim.state = State.LOST
         self.hand.pop(claim, None)
@@ -519,6 +642,49 @@ class Claims:
         found = "nothing" if answer is None else "another claim"
         said = "the store said we created it, then showed"
         self.asks.fail(MailboxRefusedError(f"{claim.key}: {said} {found}; it cannot hold a queue"))
+
+    # -- what is beyond an allowance ---------------------------------------------------------------------
+
+    def _bound(self, claim: Claim) -> None:
+        """The claim is ours: settle where it ends."""
+        unsized = self.plan.batches(claim.position) is None
+        if not unsized and claim.end is not None and not claim.loaded:
+            # What was asked for beside it may have been lost since.
+            self._promise(claim, min(claim.weight, claim.take + max(0.0, self._room)))
+            claim.end = claim.begin + int(claim.take) if claim.take < claim.weight else None
+            self._set_bound(claim)
+            self._expect(claim)
+        if claim.end is not None:
+            self._give_surplus(claim)
+        elif self._allowance.cut:
+            self._cut_open(claim)
+
+    def _cut_open(self, claim: Claim) -> None:
+        """Somebody waits for what we may not take of a unit whose size nobody knows."""
+        unsized = self.plan.batches(claim.position) is None
+        if unsized and claim.state is not State.LOST and claim.end is None and not claim.loaded:
+            self._promise(claim, max(claim.take, claim.read))
+            claim.end = claim.begin + int(claim.take)
+            if claim.state is State.OURS:
+                self._give_surplus(claim)
+
+    def _set_bound(self, claim: Claim) -> None:
+        """A loader reads no further than its claim may go."""
+        allowance = self._allowance
+        limited = allowance.final and allowance.batches is not None
+        unsized = self.plan.batches(claim.position) is None
+        claim.bound = claim.begin + int(claim.take) if limited and unsized else None
+        claim.bound = claim.bound if claim.end is None else claim.end
+
+    def _give_surplus(self, claim: Claim) -> None:
+        assert claim.end is not None
+        self._surpluses += 1
+        self._cut.append(claim)
+        self.asks.ask(self._back(claim, claim.end, SURPLUS), partial(self._gave, claim))
+
+    def _gave(self, claim: Claim, answer: Answer, now: float) -> None:  # noqa: ARG002
+        claim.given = True
+        self._given.append(claim)
 
     # -- looking -----------------------------------------------------------------------------------------
 
@@ -627,8 +793,8 @@ class Claims:
 
     # -- attempts that were given back -------------------------------------------------------------------
 
-    def _look_back(self) -> None:
-        if self._asking or self._looking:
+    def _look_back(self, now: float) -> None:
+        if self._asking or self._looking or now < self._next_look_back:
             return
         if not self._backs:
             self._looking = True
@@ -639,7 +805,7 @@ class Claims:
         key = self.keys.back(identifier, attempt)
         self.asks.ask(Get(key), partial(self._read_back, identifier, attempt))
 
-    def _listed_backs(self, answer: Answer, now: float) -> None:  # noqa: ARG002
+    def _listed_backs(self, answer: Answer, now: float) -> None:
         assert isinstance(answer, list)
         self._looking = False
         ended: dict[str, int] = {}
@@ -651,7 +817,13 @@ class Claims:
             for identifier, attempt in ended.items()
             if (identifier, attempt + 1) not in self._known_attempts
         }
-        self.exhausted = not self._backs
+        if self._backs:
+            self._pause = LOOK_BACK_SOON
+            return
+        self.empty_looks += 1
+        self.exhausted = not self.waits and self._allowance.final
+        self._next_look_back = now + self._pause
+        self._pause = min(LOOK_BACK_EVERY, 2 * self._pause)
 
     def _read_back(self, identifier: str, attempt: int, answer: Answer, now: float) -> None:
         self._looking = False
@@ -659,7 +831,7 @@ class Claims:
             return  # listed, and gone: somebody cleans this prefix
         begin = BackRecord.decode(answer, self.keys.back(identifier, attempt)).begin
         self._known_attempts.add((identifier, attempt + 1))
-        if not self.stopped:
+        if not self.stopped and self._room > 0.0:
             self._claim(self.plan.position(identifier), now, attempt + 1, begin)
 
 

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardqueue.block import Doing, Told, pass_name, pass_of
+from shardqueue.block import Doing, Told
 from shardqueue.errors import ClosedError, ShardQueueError
 from shardqueue.farewell import Returned, offer, say
 from shardqueue.learner import is_running
@@ -43,7 +43,10 @@ LOOK_EVERY = 0.005
 
 @dataclass(slots=True)
 class Held:
-    """A claim of ours that is not known to be trained whole. Batches count from the unit's first."""
+    """A claim of ours that is not known to be trained whole. Batches count from the unit's first.
+
+    `end` is where it ended, once it was loaded whole; until then `cut` or `due` say where it will, if they do.
+    """
 
     identifier: str
     attempt: int
@@ -51,6 +54,20 @@ class Held:
     end: int | None = None
     done: int = 0
     unclear: int = 0
+    due: int | None = None
+    cut: int | None = None
+    given: bool = False
+
+    @property
+    def sure(self) -> int:
+        """Batches that are certainly ours."""
+        ends = (self.end, self.cut, self.due)
+        return next((end - self.begin for end in ends if end is not None), self.done - self.begin)
+
+    @property
+    def settled(self) -> bool:
+        """Whether its end is known, and what is behind it can be taken by others."""
+        return self.given if self.cut is not None else (self.end, self.due) != (None, None)
 
     @property
     def finished(self) -> bool:
@@ -66,15 +83,16 @@ class Crew:
         returned: after closing, the claims that were not trained whole.
     """
 
-    def __init__(self, plan: Plan, session: Session, block: Block, pipe: Pipe, word: int) -> None:
+    def __init__(self, plan: Plan, session: Session, block: Block, pipe: Pipe, word: int, pass_: str) -> None:
         self.tracked = True
         self.drained = False
         self.returned: tuple[Returned, ...] = ()
         self._plan, self._session = plan, session
         self._block, self._pipe, self._word = block, pipe, word
-        self._pass = pass_name(pass_of(word))
+        self._pass = pass_
         self._held: dict[tuple[str, int], Held] = {}
         self._asked: dict[tuple[int, str, int], int] = {}
+        self._finished = self._heard = 0
         self._lock = threading.RLock()
         self._closed = self._manned = False
         self._failed = self._over = self._dismissed = False
@@ -99,6 +117,30 @@ class Crew:
             held = self._find(step.unit, step.attempt)
             held.done = max(held.done, step.index + 1)
             self._settle(held)
+
+    def poke(self) -> None:
+        """What the session allows has changed."""
+        self._block.allowance = self._session.allowance(self._pass)
+
+    @property
+    def committed(self) -> int:
+        """Batches that are certainly ours: handed out, in hand, or of claims whose size is known."""
+        self._hear()
+        with self._lock:
+            return self._finished + sum(held.sure for held in self._held.values())
+
+    @property
+    def settled(self) -> bool:
+        """Whether every claim that was asked for is decided, and every surplus can be taken by others."""
+        self._hear()
+        with self._lock:
+            return not self._asked and all(held.settled for held in self._held.values())
+
+    @property
+    def events(self) -> int:
+        """Grows with every claim that is asked for, and every surplus given back."""
+        self._hear()
+        return self._heard
 
     def stop(self) -> None:
         """The loop was left: the workers are to claim no more."""
@@ -165,6 +207,7 @@ class Crew:
                     self._note(message)
 
     def _note(self, message: Message) -> None:
+        self._heard += 1
         claim = self._plan.identifier(message.position), message.attempt
         if message.told is Told.ASKED:
             self._asked[message.worker, *claim] = message.value
@@ -173,7 +216,12 @@ class Crew:
         elif message.told is Told.CLAIMED:
             held = self._find(*claim)
             held.begin = self._asked.pop((message.worker, *claim), message.value)
+            held.due = self._plan.batches(message.position)
             self._session.claimed(self._pass, held)
+        elif message.told is Told.CUT:
+            self._find(*claim).cut = message.value
+        elif message.told is Told.GIVEN:
+            self._given(self._find(*claim))
         else:
             held = self._find(*claim)
             held.end = held.begin + message.value
@@ -183,9 +231,14 @@ class Crew:
         return self._held.setdefault((identifier, attempt), Held(identifier, attempt))
 
     def _settle(self, held: Held) -> None:
-        if held.finished:
+        if held.finished and (held.cut is None or held.given):
             del self._held[held.identifier, held.attempt]
+            self._finished += held.sure
             self._session.released(self._pass, held)
+
+    def _given(self, held: Held) -> None:
+        held.given = True
+        self._settle(held)
 
     @property
     def _ended(self) -> bool:
@@ -223,7 +276,11 @@ class Crew:
                 held.done = max(held.done, step.index + 1)
             keys = session.joined.keys.pass_keys(self._pass)
             self._find_claims_of_the_dead(keys)
-            kept, self._held = list(self._held.values()), {}
+            kept: list[Held] = []
+            cut: list[Held] = []
+            for held in self._held.values():
+                (kept if held.cut is None else cut).append(held)
+            self._held = {}
         begins = [max(held.begin, held.done) for held in kept]
         calls = [
             PutIfAbsent(keys.back(held.identifier, held.attempt), self._record(begin, why))
@@ -234,7 +291,7 @@ class Crew:
             Returned(held.identifier, held.attempt, begin, held.unclear, done)
             for held, begin, done in zip(kept, begins, wrote, strict=True)
         )
-        for held in kept:
+        for held in (*kept, *cut):
             session.released(self._pass, held)
         if self.returned:
             logger.warning("%s left early: %s", session.learner_id, say(self.returned))

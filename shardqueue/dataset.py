@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import pickle
 import sys
+from contextlib import contextmanager
 from itertools import count
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import ForkingPickler
@@ -39,7 +40,7 @@ from shardqueue.units import check_count, check_int, unit_ranges
 from shardqueue.workers import LoaderWorker, finished_pass
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from multiprocessing.connection import Connection
 
     from torch.utils.data._utils.worker import WorkerInfo
@@ -74,12 +75,16 @@ class SharedQueueDataset(IterableDataset[Any]):
     batches count as trained when `session.step` says so; without a session, what the workers handed out is never
     offered again. The loader has no length: how many batches a process gets depends on its speed.
 
+    Where ranks step together, as in DistributedDataParallel, iterate `session.track(loader, group=...)`.
+
     Args:
         units: the plan, a mapping from identifier to what `load` is given.
         mailbox: a path, a URL, a `Mailbox` or any object with its verbs; no `memory://` where the loader has workers.
         load: called with a unit's value, yields `(step, batch)`. Picklable where workers are spawned.
         learner_id: a label for this training process; None for host, rank and pid.
         run: a name, to join that run whatever its state.
+        batches: how many batches all units have together, where the units do not say and ranks step together.
+        independent: the ranks of this process group do not step together, so each may have another number of batches.
 
     Raises:
         InvalidInputError: an argument is out of range or grammar.
@@ -93,13 +98,17 @@ class SharedQueueDataset(IterableDataset[Any]):
         load: Load,
         learner_id: str | None = None,
         run: str | None = None,
+        *,
+        batches: int | None = None,
+        independent: bool = False,
     ) -> None:
         if not callable(load):
             raise InvalidInputError(
                 "load", load, "callable", "pass a function that yields (step, batch) pairs"
             )
-        self._begin_life(Plan(units), mailbox, learner_id, run)
+        self._begin_life(Plan(units), mailbox, learner_id, run, independent)
         self._load: Load | RowBatches = load
+        self._batches: int | None = self._check_batches(batches)
 
     @classmethod
     def from_dataset(
@@ -117,6 +126,7 @@ class SharedQueueDataset(IterableDataset[Any]):
         taper: int | bool = 64,
         learner_id: str | None = None,
         run: str | None = None,
+        independent: bool = False,
     ) -> SharedQueueDataset:
         """Share out the batches of a map-style dataset.
 
@@ -135,7 +145,7 @@ class SharedQueueDataset(IterableDataset[Any]):
             drop_last: leave out the last batch if it is short.
             with_step: yield `(step, batch)`, which `Session.track` needs, instead of the batch alone.
             taper: the number of learners that the end of an epoch is cut for; False for units of one size.
-            learner_id, run: as above.
+            learner_id, run, independent: as above.
 
         Raises:
             InvalidInputError: the dataset has no length or no rows, or an argument is out of range.
@@ -158,8 +168,8 @@ class SharedQueueDataset(IterableDataset[Any]):
         units = unit_ranges(rows, unit_batches * batch_size, batch_size, taper)
         self = cls.__new__(cls)
         agreed = {"shuffle": shuffle, "seed": seed if shuffle else None}
-        self._begin_life(Plan(units, agreed=agreed), mailbox, learner_id, run)
-        self._load, self._with_step = batches, with_step
+        self._begin_life(Plan(units, agreed=agreed), mailbox, learner_id, run, independent)
+        self._load, self._with_step, self._batches = batches, with_step, batches.steps
         return self
 
     def _begin_life(
@@ -168,14 +178,26 @@ class SharedQueueDataset(IterableDataset[Any]):
         mailbox: str | os.PathLike[str] | Mailbox,
         learner_id: str | None,
         run: str | None,
+        independent: bool,
     ) -> None:
         if run is not None:
             check_identifier(run, "run", folders=False)
+        self.stage = ""
+        self._independent, self._together = independent, False
         self._plan, self._run = plan, run
         self._given_id, self.learner_id = learner_id, learner_label(learner_id)
         self._mailbox = open_mailbox(mailbox)
         self._with_step = True
         self._move_in()
+
+    def _check_batches(self, batches: int | None) -> int | None:
+        if batches is None:
+            return None
+        total = self._plan.total
+        if total not in (None, check_int("batches", batches, 1)):
+            bound = f"{total}, which is what the units say"
+            raise InvalidInputError("batches", batches, bound, "leave it out")
+        return batches
 
     def _move_in(self) -> None:
         """This process is the training process now, and knows nothing of what another one did."""
@@ -186,6 +208,7 @@ class SharedQueueDataset(IterableDataset[Any]):
         self._block.own(new_instance())
         self._own_session: Session | None = None
         self._source: Source | None = None
+        self._joined_run: str | None = None
         self._iterations = count()
         register(self)
 
@@ -206,6 +229,42 @@ class SharedQueueDataset(IterableDataset[Any]):
         self._be_home()
         self._block.epoch = check_int("epoch", check_count("epoch", epoch), 0, 2_000_000)
 
+    @property
+    def plan(self) -> Plan:
+        """The units."""
+        return self._plan
+
+    @property
+    def with_step(self) -> bool:
+        """Whether items are (step, batch), rather than the batch alone."""
+        return self._with_step
+
+    @property
+    def steps(self) -> int:
+        """Dataset steps of a pass: batches over the number of lanes; batches where the units do not say."""
+        return self.batches or 0 if self._plan.total is None else round(self._plan.steps)
+
+    @property
+    def batches(self) -> int | None:
+        """How many batches a pass has, on all ranks; None where nobody knows."""
+        if self._batches is None:
+            self._batches = self._plan.total
+        return self._batches
+
+    @property
+    def next_pass(self) -> int:
+        """The number of the pass that would be iterated next."""
+        self._be_home()
+        return pass_of(self._block.next_word(0))
+
+    def pass_name(self, number: int) -> str:
+        """The name of a pass of this dataset."""
+        return pass_name(number, self.stage)
+
+    def load_of(self, number: int) -> Load:
+        """What reads a unit in a pass."""
+        return self._load.loader(number) if isinstance(self._load, RowBatches) else self._load
+
     def belongs_to(self, session: Session) -> bool:
         """Whether this is the session's learner, and its mailbox."""
         self._be_home()
@@ -219,21 +278,51 @@ class SharedQueueDataset(IterableDataset[Any]):
             RunError: the run cannot be joined.
         """
         self._be_home()
+        self._refuse_ranks()
         session.count_remainder()
         self._leave(failed=False)
         word = self._block.next_word(iteration_key(session.instance, next(self._iterations)))
-        name = pass_name(pass_of(word))
+        name = self.pass_name(pass_of(word))
         if any(doing is Doing.CLAIMING for _, _, doing in self._block.workers(self._block.current)):
             session.adopt(self._block.instance)
         first = session.joined is None
-        joined = session.open(self._plan, self._run or self._block.run, name)
+        joined = session.open(self._plan, self._run or self._block.run, name, self.stage)
         self._block.name(session.instance)
-        self._block.run = joined.keys.run
-        crew = Crew(self._plan, session, self._block, self._pipe, word)
+        self._block.run = self._joined_run = joined.keys.run
+        crew = Crew(self._plan, session, self._block, self._pipe, word, name)
         session.admit(crew, name)
+        crew.poke()
         self._source = crew
         self._block.expect(word, fresh=first and not joined.late)
         return crew
+
+    def in_step(self, session: Session, loader: Iterable[Any], group: Any, uneven: str) -> Iterator[Any]:
+        """The items of the loader, as many on each rank of the group; see `Session.track`."""
+        from shardqueue.agreement import lockstep_of
+
+        yield from lockstep_of(session, group).train(self, loader, uneven=uneven)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """While ranks step together, they may iterate."""
+        self._together = True
+        try:
+            yield
+        finally:
+            self._together = False
+
+    def _refuse_ranks(self) -> None:
+        """Ranks that step together without our knowing would wait for each other at the end, for ever."""
+        ranks = _world_size()
+        if ranks > 1 and not (self._together or self._independent):
+            raise InvalidInputError(
+                "world_size",
+                ranks,
+                "1 for a DataLoader over SharedQueueDataset: ranks get as many batches as they are fast, so "
+                "DistributedDataParallel would hang at the end",
+                "use shardqueue.lightning.SharedQueueDataModule, or iterate session.track(loader, group=...); pass "
+                "independent=True if these ranks do not step together",
+            )
 
     def _be_home(self) -> None:
         if self._block.owner != os.getpid() and get_worker_info() is None:
@@ -259,6 +348,7 @@ class SharedQueueDataset(IterableDataset[Any]):
             PassFinishedError, RunError, MailboxError, LoadError: at the first item, or later.
         """
         _refuse_batching()
+        self._refuse_ranks()
         info = get_worker_info()
         return self._items_of_process() if info is None else self._items_of_worker(info)
 
@@ -273,9 +363,9 @@ class SharedQueueDataset(IterableDataset[Any]):
             raise finished_pass(self.learner_id, pass_of(word))
         self._block.begin(word)
         session = self._session()
-        place = Place(pass_=pass_name(pass_of(word)))
+        place = Place(pass_=self.pass_name(pass_of(word)), stage=self.stage)
         run = self._run or (None if session.joined else self._block.run)
-        feed = Feed(self._plan, session, self._load_of(word), PREFETCH, run, place)
+        feed = Feed(self._plan, session, self.load_of(pass_of(word)), PREFETCH, run, place)
         self._source = feed
         failed = True
         try:
@@ -322,9 +412,6 @@ class SharedQueueDataset(IterableDataset[Any]):
                 return
             yield (step, batch) if self._with_step else batch
 
-    def _load_of(self, word: int) -> Load:
-        return self._load.loader(pass_of(word)) if isinstance(self._load, RowBatches) else self._load
-
     # -- in a worker -------------------------------------------------------------------------------------
 
     def _items_of_worker(self, info: WorkerInfo) -> Iterator[Any]:
@@ -335,7 +422,9 @@ class SharedQueueDataset(IterableDataset[Any]):
     def _work(self, info: WorkerInfo, key: int) -> Iterator[Any]:
         self._check_worker(info)
         mailbox = open_mailbox(self._mailbox, prove=False)
-        worker = LoaderWorker(self._block, self._pipe, mailbox, self.learner_id, info.id, key)
+        worker = LoaderWorker(
+            *(self._block, self._pipe, mailbox, self.learner_id, info.id, info.num_workers, key, self.stage)
+        )
         place = Place(
             pass_=worker.pass_,
             worker=str(info.id),
@@ -344,15 +433,18 @@ class SharedQueueDataset(IterableDataset[Any]):
             inline=True,
             offers=not worker.tracked,
             fresh=self._block.fresh,
+            stage=self.stage,
         )
         if not (worker.tracked or info.id or worker.pass_):
             logger.warning("%s: %s", self.learner_id, UNTRACKED)
         run = self._run or self._block.run
+        if worker.tracked and run is None:
+            run = self._joined_run  # by name, which the block has no room for; no worker is older than the run
         if worker.tracked and run is not None:
             # The training process has agreed on it.
-            manifest = new_manifest(self._plan, self.learner_id, worker.clock.wall())
+            manifest = new_manifest(self._plan, self.learner_id, worker.clock.wall(), self.stage)
             worker.joined = Joined(RunKeys(run), manifest)
-        feed = Feed(self._plan, worker, self._load_of(worker.word), 1, run, place)
+        feed = Feed(self._plan, worker, self.load_of(pass_of(worker.word)), 1, run, place)
         failed = True
         try:
             feed.start()
@@ -381,6 +473,7 @@ class SharedQueueDataset(IterableDataset[Any]):
         if get_spawning_popen() is None:
             del state["_memory"], state["_ends"]
         else:
+            self._refuse_ranks()
             _check_picklable("load", self._load)
         return state
 
@@ -392,6 +485,11 @@ class SharedQueueDataset(IterableDataset[Any]):
         self._own_session, self._source, self._iterations = None, None, count()
         self._connect()
         register(self)
+
+
+def _world_size() -> int:
+    distributed = torch.distributed
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
 def _refuse_batching() -> None:

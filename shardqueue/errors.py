@@ -80,6 +80,14 @@ class PassFinishedError(RunError):
     """This process has already iterated this pass to its end."""
 
 
+class AgreementError(ShardQueueError):
+    """The ranks that step together do not agree: settings, run, or counts that differ."""
+
+
+class PeerGoneError(AgreementError):
+    """A rank that steps together with this one is gone."""
+
+
 class ClosedError(ShardQueueError, RuntimeError):
     """The object was left, or is used in a process or at a time it was not made for."""
 

@@ -28,9 +28,9 @@ from weakref import WeakSet
 
 from shardqueue.callers import Callers
 from shardqueue.claims import Claim, Claims, Owner, State
-from shardqueue.errors import ClosedError
+from shardqueue.errors import ClosedError, LoadError
 from shardqueue.farewell import Returned, offer, say
-from shardqueue.learner import seen_here
+from shardqueue.learner import TAIL, seat, seen_here
 from shardqueue.loading import Loaded, Reader
 from shardqueue.run import Opening, check_joined, new_manifest
 from shardqueue.session import FIRST_LOG, warn_twin
@@ -38,6 +38,7 @@ from shardqueue.session import FIRST_LOG, warn_twin
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from shardqueue.allowance import Allowance
     from shardqueue.asks import Ask, Asks
     from shardqueue.clock import Clock
     from shardqueue.loading import Load
@@ -109,8 +110,8 @@ class Host(Protocol):
         """Whether what the consumer holds may be trained already, though nobody said so."""
         ...
 
-    def admit(self, source: Source, pass_: str) -> None:
-        """A feed begins on a pass."""
+    def admit(self, source: Source, key: str) -> None:
+        """A feed begins on a seat (see `learner.seat`)."""
         ...
 
     def attach(self, joined: Joined, logged: Callable[[], None]) -> bool:
@@ -127,6 +128,18 @@ class Host(Protocol):
 
     def claimed(self, pass_: str, claim: Claim) -> None:
         """An attempt at a unit is ours."""
+        ...
+
+    def allowance(self, key: str) -> Allowance:
+        """How many batches the feed on this seat may take, as of now."""
+        ...
+
+    def cut(self, pass_: str, claim: Claim) -> None:
+        """An attempt of ours ends before its unit, at `claim.end`."""
+        ...
+
+    def given(self, pass_: str, claim: Claim) -> None:
+        """What is behind that end can be taken by others."""
         ...
 
     def sized(self, pass_: str, claim: Claim) -> None:
@@ -149,8 +162,8 @@ class Host(Protocol):
         """The feed is being left, at its end or before."""
         ...
 
-    def in_hand(self, pass_: str) -> list[Step]:
-        """Batches of a pass that are with the consumer and not known to be trained."""
+    def in_hand(self, key: str) -> list[Step]:
+        """Batches of a seat that are with the consumer and not known to be trained."""
         ...
 
     def taken(self) -> tuple[int, int, float, float] | None:
@@ -163,11 +176,15 @@ class Host(Protocol):
         """Why the feed must end though its consumer has not left it; "" while it need not."""
         ...
 
-    def quiet(self, ended: bool, yielded: bool) -> None:
-        """The feed claims no more. `ended`: nothing is left to claim; `yielded`: another part claims what is left."""
+    def quiet(self, ended: bool, yielded: bool, promised: int) -> None:
+        """The feed claims no more.
+
+        `ended`: nothing is left to claim; `yielded`: another part claims what is left; `promised`: batches of our
+        allowance that its claims count for.
+        """
         ...
 
-    def dismiss(self, source: Source, pass_: str, ended: bool) -> None:
+    def dismiss(self, source: Source, key: str, ended: bool) -> None:
         """The feed is over; `ended` because nothing was left to claim."""
         ...
 
@@ -184,6 +201,8 @@ class Place:
         inline: the consumer loads for itself.
         offers: it offers to others what was not trained when it is left.
         fresh: nothing was claimed in the pass when the host last looked.
+        waits: where nothing is left to claim, it looks again for what is given back, instead of ending.
+        stage: of the dataset.
     """
 
     pass_: str = ""
@@ -193,6 +212,8 @@ class Place:
     inline: bool = False
     offers: bool = True
     fresh: bool = False
+    waits: bool = False
+    stage: str = ""
 
 
 class Feed:
@@ -218,6 +239,7 @@ class Feed:
         self._plan, self._host, self._load = plan, host, load
         self._prefetch = 1 if place.inline else prefetch
         self._run, self._place, self._pass = run, place, place.pass_
+        self._seat = seat(place.pass_, place.worker)
         self._mailbox, self._clock = host.mailbox, host.clock
         self._owner = Owner(host.learner_id, host.instance, place.worker)
         self._random = Random(os.urandom(16))
@@ -253,10 +275,55 @@ class Feed:
 
     def start(self) -> None:
         """Begin to claim and load."""
-        self._host.admit(self, self._pass)
+        self._host.admit(self, self._seat)
         _running.add(self)
         for thread in self._threads:
             thread.start()
+
+    def poke(self) -> None:
+        """Something that the driver looks at has changed."""
+        with self._lock:
+            self._news.notify()
+
+    @property
+    def committed(self) -> int:
+        """Batches that are certainly ours: handed out, in hand, or of claims whose size is known."""
+        with self._lock:
+            return 0 if self._claims is None else self._claims.committed
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing that others may be waiting for is under way."""
+        with self._lock:
+            return self._claims is not None and self._claims.settled
+
+    @property
+    def events(self) -> int:
+        """Grows with every claim that is asked for, and every surplus given back."""
+        with self._lock:
+            return 0 if self._claims is None else self._claims.events
+
+    @property
+    def empty_looks(self) -> int:
+        """How often it looked for something to claim, and there was nothing."""
+        with self._lock:
+            return 0 if self._claims is None else self._claims.empty_looks
+
+    def wait_no_more(self) -> None:
+        """Where nothing is left to claim, end."""
+        with self._lock:
+            if self._claims is not None:
+                self._claims.waits = False
+            self._news.notify()
+
+    def take_if_ready(self) -> tuple[Step, Any] | None:
+        """Take the next batch if it waits already.
+
+        Raises:
+            StopIteration: nothing is left.
+        """
+        head = self._head()
+        return None if head is None else (head.step, head.batch)
 
     def take(self) -> tuple[Step, Any]:
         """Wait for the next batch and take it.
@@ -300,7 +367,7 @@ class Feed:
             return None
 
     def _end(self) -> None:
-        if not self.over and not self._handed_out:
+        if not self.over and not self._handed_out and self._place.worker != TAIL:
             logger.warning("%s: nothing was left to claim in run %s", self._owner.learner, self._host.run)
         self.over = True
 
@@ -379,7 +446,7 @@ class Feed:
                 self._give_back("error" if failed else "early")
         finally:
             self._pool.shutdown(wait=True)
-            self._host.dismiss(self, self._pass, ended=self.over)
+            self._host.dismiss(self, self._seat, ended=self.over)
 
     def stop(self) -> None:
         """Claim and load no more; what that leaves is settled by `close`."""
@@ -413,8 +480,7 @@ class Feed:
         if claims is None:
             return
         self._withhold_unclear(claims)
-        calls = claims.give_back(why)
-        kept = [claim for claim in claims.hand if claim.state is State.OURS and not claim.finished]
+        calls, kept = claims.give_back(why), claims.returnable
         deadline = self._closing_since + self._host.farewell
         wrote = offer(calls, self._mailbox, deadline, self._clock)
         self.returned = tuple(
@@ -435,7 +501,7 @@ class Feed:
 
         They may be trained already: every batch at most once.
         """
-        steps = self._host.in_hand(self._pass) if self._host.counts_coming_back else []
+        steps = self._host.in_hand(self._seat) if self._host.counts_coming_back else []
         for step in steps:
             claim = _claim_of(claims, step)
             if claim is not None:
@@ -458,20 +524,23 @@ class Feed:
                 claims = self._claims
                 ended = claims is not None and claims.exhausted
                 yielded = claims is not None and claims.yielded
-        self._host.quiet(ended, yielded)
+                promised = 0 if claims is None else int(claims.promised)
+        self._host.quiet(ended, yielded, promised)
 
     def _open(self) -> Opening | None:
         joined = self._host.joined
         if joined is not None:
-            check_joined(joined, self._plan, self._run)
+            check_joined(joined, self._plan, self._run, self._place.stage)
             self._begin(joined, late=joined.late or not self._place.fresh)
             return None
-        manifest = new_manifest(self._plan, self._owner.learner, self._clock.wall())
+        stage = self._place.stage
+        manifest = new_manifest(self._plan, self._owner.learner, self._clock.wall(), stage)
         return Opening(
             *(self._plan, manifest, self._owner, self._run),
             seen=seen_here,
             random=self._random,
             pass_=self._pass,
+            stage=stage,
         )
 
     def _finished_driving(self) -> bool:
@@ -502,6 +571,8 @@ class Feed:
         if why and not self._closing:
             self._left_why = why
             self._stop()
+        if self._claims is not None:
+            self._claims.allow(self._host.allowance(self._seat))
         may_claim = machine is self._opening or self._logged or now >= self._log_by
         taken = self._host.taken()
         if self._claims is not None and taken is not None:
@@ -545,7 +616,9 @@ class Feed:
             scans=getattr(self._mailbox, "listing", "page") == "scan",
             part=self._place.part,
             parts=self._place.parts,
+            waits=self._place.waits,
         )
+        self._claims.allow(self._host.allowance(self._seat))
         self._claims.pace.inline = self._place.inline
         self._claims.met(set(joined.peers))
         # A claim without a log in sight would look like the claim of somebody dead.
@@ -583,6 +656,10 @@ class Feed:
             for claim in machine.take_proven():
                 self._host.claimed(self._pass, claim)
                 self._settle(machine, claim)
+            for claim in machine.take_cut():
+                self._host.cut(self._pass, claim)
+            for claim in machine.take_given():
+                self._host.given(self._pass, claim)
             for twin in machine.take_twins():
                 self._twin |= twin.left is None and seen_here(twin.where) is not False
         self._news.notify()
@@ -656,11 +733,12 @@ class Feed:
             return
         seconds = self._clock.monotonic() - began
         with self._lock:
-            if loaded is None:
+            if loaded is None or reader.claim.is_over(loaded.step.index):
                 self._reader = None
-                self._loaded(reader.claim, reader.count)
+                self._loaded(reader.claim)
             else:
-                self._note_load(reader.count, seconds)
+                reader.claim.read += 1
+                self._note_load(reader.claim.read, seconds)
                 self._buffer.append(loaded)
             self._nudge(began + seconds)
             self._ready.ring()
@@ -675,14 +753,28 @@ class Feed:
         except Exception as error:
             logger.warning("load of unit %s failed while it was left: %r", reader.claim.identifier, error)
 
-    def _loaded(self, claim: Claim, count: int) -> None:
+    def _loaded(self, claim: Claim) -> None:
         assert self._claims is not None
+        count = claim.read
+        self._check_size(claim)
         if count == 0 and claim.begin == 0 and not self._told_empty:
             self._told_empty = True
             logger.warning("load gave no batch for unit %s; said once", claim.identifier)
         self._claims.loaded(claim, count)
         self._host.sized(self._pass, claim)
         self._settle(self._claims, claim)
+
+    def _check_size(self, claim: Claim) -> None:
+        """Ranks that step together count on what the plan says of a unit."""
+        planned = self._plan.batches(claim.position)
+        if planned is None or self._host.allowance(self._seat).batches is None:
+            return
+        came, due = claim.begin + claim.read, planned if claim.end is None else claim.end
+        if came != due:
+            raise LoadError(
+                f"load gave {came} batches for unit {claim.identifier}, the plan says {due}; ranks that step "
+                "together count on it: make load and plan agree (for row ranges, unit_ranges(..., batch_rows=))"
+            )
 
     def _note_load(self, count: int, seconds: float) -> None:
         assert self._claims is not None

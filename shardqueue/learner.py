@@ -33,6 +33,8 @@ LOG_EVERY = 5.0
 """Seconds between two writes of a log; at the start it is written more often, so that others soon see it change."""
 SILENCE = 10.0
 """Seconds without a change after which a log's owner is taken for dead."""
+TAIL = "tail"
+"""The worker that claims last in a pass, in the training process, where ranks step together."""
 PAGE_SPANS = 2000
 """Spans of trained batches a page holds at most."""
 
@@ -49,6 +51,11 @@ def learner_label(learner_id: str | None) -> str:
         )
         return f"{host[:60] or 'host'}-{os.environ.get('RANK', '0')}-{os.getpid()}"
     return check_identifier(learner_id, "learner_id", folders=False)
+
+
+def seat(pass_: str, worker: str) -> str:
+    """What tells the sources of a learner apart: one a pass, and one more for its tail."""
+    return f"{pass_}~{TAIL}" if worker == TAIL else pass_
 
 
 def new_instance() -> str:
@@ -250,9 +257,10 @@ class Book:
         self.samples += samples
         return [handed.step for handed in done]
 
-    def drop(self, pass_: str) -> None:
-        """What is in hand of a pass will not be trained by us, or nobody will ever know."""
-        self._handed = [handed for handed in self._handed if handed.step.pass_ != pass_]
+    def drop(self, key: str) -> None:
+        """What is in hand of a seat will not be trained by us, or nobody will ever know."""
+        kept = [handed for handed in self._handed if seat(handed.step.pass_, handed.step.worker) != key]
+        self._handed = kept
 
     def pages(self, wall: float, elapsed: float, rate: float) -> list[LogPage]:
         """Return the pages that have to be written now: full ones, then the current one, which is the last."""

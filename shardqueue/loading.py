@@ -32,15 +32,14 @@ class Loaded:
 
 
 class Reader:
-    """Reads one claimed unit, batch by batch.
+    """Reads one claimed unit, batch by batch, up to its own end or that of the claim.
 
     Attributes:
         claim: what is read.
-        count: batches given so far, without those skipped.
     """
 
     def __init__(self, load: Load, plan: Plan, claim: Claim, pass_: str, worker: str) -> None:
-        self.claim, self.count = claim, 0
+        self.claim = claim
         self._from, self._index = (pass_, worker), 0
         self._pairs = _pairs(load, plan, claim)
 
@@ -51,10 +50,12 @@ class Reader:
             LoadError: `load` yields something else than `(int, batch)` pairs.
         """
         try:
+            if self.claim.bound is not None and self._index >= self.claim.bound:
+                self.close()
+                return None
             for step, batch in self._pairs:
                 index, self._index = self._index, self._index + 1
                 if index >= self.claim.begin:
-                    self.count += 1
                     place = Step(step, self.claim.identifier, self.claim.attempt, index, *self._from)
                     return Loaded(self.claim, place, batch)
         except BaseException as error:

@@ -117,6 +117,11 @@ class _ListedUnits:
             self._whole = float(sum(count / lanes for lanes, count in batches.items()))
         return self._whole
 
+    @property
+    def total(self) -> int | None:
+        counts = [self.batches(position) for position in range(len(self))]
+        return None if None in counts else sum(count for count in counts if count is not None)
+
     def order(self, place: int) -> int:
         return self._at(place) if self._order is None else self._order[self._at(place)]
 
@@ -195,6 +200,11 @@ class Plan:
     def steps(self) -> float:
         """The sum of all weights: dataset steps, or the number of units where the values are not `Unit`s."""
         return float(self._index.steps)
+
+    @property
+    def total(self) -> int | None:
+        """How many batches all units have, or None where the plan cannot know. Slow for a plan that was listed."""
+        return self._index.total
 
     @property
     def arguments(self) -> dict[str, Any] | None:

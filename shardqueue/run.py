@@ -21,7 +21,8 @@ from shardqueue.asks import PATIENCE, Asks
 from shardqueue.errors import PlanMismatchError, RunError, RunFinishedError
 from shardqueue.learner import SILENCE, Life, judge
 from shardqueue.mailbox.calls import Get, List, PutIfAbsent
-from shardqueue.records import PROTOCOL, RUNS, LogPage, Manifest, RunKeys
+from shardqueue.records import PROTOCOL, RUNS, Manifest, RunKeys
+from shardqueue.watching import Silence, Watched
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -85,56 +86,18 @@ class Joined:
 
 
 @dataclass(slots=True)
-class _Watched:
-    """A process of the run we look at: the key of the newest page of its log, and what it held.
-
-    Two things would take the living for dead. A process may write how it left and be gone between our reading its log
-    and looking for it; so its log is read once more after it was seen gone. And a mailbox may be slow, or not answer
-    at all; so of the time between two readings only as much counts as two looks may be apart.
-    """
-
-    key: str
-    page: LogPage | None = None
-    first_write: tuple[str, int] | None = None
-    last_read: float | None = None
-    watched: float = 0.0
-    gone: bool = False
-    read_since_gone: bool = False
-
-    def read(self, data: bytes, now: float) -> None:
-        self.page = LogPage.decode(data, self.key)
-        if self.first_write is None:
-            self.first_write = (self.key, self.page.write)
-        if self.last_read is not None:
-            self.watched += min(now - self.last_read, 2 * LOOK_EVERY)
-        self.last_read = now
-        self.read_since_gone = self.gone
-
-    def life(self, seen: Callable[[Process], bool | None]) -> Life:
-        if self.page is None:
-            return Life.UNSURE
-        changed = self.first_write != (self.key, self.page.write)
-        life = judge(self.page, seen(self.page.where), changed, self.watched)
-        if life is Life.DEAD and not self.read_since_gone:
-            self.gone = True
-            return Life.UNSURE
-        return life
-
-
-@dataclass(slots=True)
 class _Look:
     """What is known of one run."""
 
     keys: RunKeys
     unanswered: int = 0
     pause: float = LOOK_SOON
-    last_listed: float | None = None
-    watched: float = 0.0
+    silence: Silence = field(default_factory=Silence)
     manifest: Manifest | None = None
     manifest_read: int = 0
     units_claimed: bool = False
     pass_claimed: bool = False
-    processes: dict[tuple[str, str, str], _Watched] = field(default_factory=dict)
+    processes: dict[tuple[str, str, str], Watched] = field(default_factory=dict)
 
     @property
     def anything_claimed(self) -> bool:
@@ -160,6 +123,8 @@ class Opening:
         seen: tells whether a process is seen on this machine.
         random: for the pauses between repeated calls.
         pass_: the pass that is joined.
+        fresh: open the next run in any case, as a job does whose ranks step together.
+        stage: the plan's name in the manifest, TRAIN if it has none.
     """
 
     def __init__(
@@ -173,11 +138,14 @@ class Opening:
         random: Random,
         patience: float = PATIENCE,
         pass_: str = "",
+        fresh: bool = False,
+        stage: str = "",
     ) -> None:
         self.asks = Asks(random, patience)
         self.joined: Joined | None = None
         self._plan, self._manifest, self._owner, self._wanted = plan, manifest, owner, wanted
         self._seen, self._pass = seen, pass_
+        self._fresh, self._stage = fresh, stage
         self._notices: list[str] = []
         self._look: _Look | None = None
         self._first = RunKeys(wanted or "1")
@@ -248,20 +216,18 @@ class Opening:
 
     def _listed_learners(self, look: _Look, answer: Answer, now: float) -> None:
         assert isinstance(answer, list)
-        if look.last_listed is not None:
-            look.watched += min(now - look.last_listed, 2 * LOOK_EVERY)
-        look.last_listed = now
+        look.silence.looked(now)
         for key in answer:
             parsed = look.keys.parse_log(key)
             if parsed is not None:
-                watched = look.processes.setdefault(parsed[:3], _Watched(key))
+                watched = look.processes.setdefault(parsed[:3], Watched())
                 watched.key = key
         for (learner, instance, _), watched in look.processes.items():
             others = self._wanted is None or learner == self._owner.learner
             if others and instance != self._owner.instance:
                 self._ask(look, Get(watched.key), partial(self._read_log, watched))
 
-    def _read_log(self, watched: _Watched, look: _Look, answer: Answer, now: float) -> None:  # noqa: ARG002
+    def _read_log(self, watched: Watched, look: _Look, answer: Answer, now: float) -> None:  # noqa: ARG002
         if isinstance(answer, bytes):
             watched.read(answer, now)
 
@@ -276,11 +242,14 @@ class Opening:
         if self._wanted is not None or look.manifest is self._manifest:
             self._join(look)
             return
+        if self._fresh:
+            self._open_next(look)
+            return
         if (self._owner.learner, self._owner.instance) in look.learners:
             self._join(look)  # another process of this learner is in it
             return
         lives = [watched.life(self._seen) for watched in look.processes.values()]
-        if not lives and look.units_claimed and look.watched < SILENCE:
+        if not lives and look.units_claimed and look.silence.seconds < SILENCE:
             lives = [Life.UNSURE]  # a first claim may land before its owner's log does
         ended = any(w.page is not None and w.page.left == "end" for w in look.processes.values())
         step = decide(lives, look.anything_claimed, ended)
@@ -292,23 +261,23 @@ class Opening:
             self.asks.ask_at(now + look.pause, List(look.keys.learners), then)
             look.pause = min(LOOK_EVERY, 2 * look.pause)
         elif step is Next.FINISHED:
-            check_manifest(look.keys, look.manifest, self._plan)
+            check_manifest(look.keys, look.manifest, self._plan, self._stage)
             self.asks.fail(self._finished(look))
         else:
+            self._notices.append(
+                f"run {look.keys.run} broke off: {len(look.learners)} learner(s), none alive and none at the end; "
+                f"opening run {int(look.keys.run) + 1}, which hands out the whole plan again"
+            )
             self._open_next(look)
 
     def _open_next(self, look: _Look) -> None:
         following = RunKeys(str(int(look.keys.run) + 1))
-        self._notices.append(
-            f"run {look.keys.run} broke off: {len(look.learners)} learner(s), none alive and none at the end; "
-            f"opening run {following.run}, which hands out the whole plan again"
-        )
         newer = self._look_at(following)
         self._ask(newer, PutIfAbsent(newer.keys.manifest, self._manifest.encode()), self._created)
 
     def _join(self, look: _Look) -> None:
         assert look.manifest is not None
-        check_manifest(look.keys, look.manifest, self._plan)
+        check_manifest(look.keys, look.manifest, self._plan, self._stage)
         namesakes = (w.page for (name, *_), w in look.processes.items() if name == self._owner.learner)
         pages = [page for page in namesakes if page is not None]
         twin = any(judge(page, self._seen(page.where), False, 0.0) is Life.ALIVE for page in pages)
@@ -325,19 +294,21 @@ class Opening:
         )
 
 
-def new_manifest(plan: Plan, opened_by: str, wall: float) -> Manifest:
+def new_manifest(plan: Plan, opened_by: str, wall: float, stage: str = "") -> Manifest:
     """What to create where a run must be opened; its id is drawn anew at each call."""
     return Manifest(
         protocol=PROTOCOL,
         run_id=os.urandom(8).hex(),
-        plans={TRAIN: plan.signature()},
+        plans={stage or TRAIN: plan.signature()},
         opened_by=opened_by,
         wall=wall,
     )
 
 
-def check_manifest(keys: RunKeys, manifest: Manifest, plan: Plan) -> None:
-    """Raise unless a run with this manifest hands out this plan.
+def check_manifest(keys: RunKeys, manifest: Manifest, plan: Plan, stage: str = "") -> None:
+    """Raise unless a run with this manifest hands out this plan, as far as it says.
+
+    A run says what is trained when it is opened; of validation, test and prediction the ranks of a job agree later.
 
     Raises:
         RunError: it speaks another version of the protocol.
@@ -352,7 +323,9 @@ def check_manifest(keys: RunKeys, manifest: Manifest, plan: Plan) -> None:
         raise RunError(
             f"run {keys.run} is being removed by `shardqueue clean`; call it again to finish, or use another prefix"
         )
-    signature = manifest.plans.get(TRAIN)
+    signature = manifest.plans.get(stage or TRAIN)
+    if signature is None and stage:
+        return
     if signature is None or not plan.matches(signature):
         raise PlanMismatchError(
             f"run {keys.run} was opened with another plan: {describe_signature(signature)}; this learner has "
@@ -360,7 +333,7 @@ def check_manifest(keys: RunKeys, manifest: Manifest, plan: Plan) -> None:
         )
 
 
-def check_joined(joined: Joined, plan: Plan, run: str | None) -> None:
+def check_joined(joined: Joined, plan: Plan, run: str | None, stage: str = "") -> None:
     """Raise unless the run a session is in is the one wanted, and hands out this plan.
 
     Raises:
@@ -372,7 +345,7 @@ def check_joined(joined: Joined, plan: Plan, run: str | None) -> None:
             f"run={run!r}: the entered session is in run {joined.keys.run!r}; leave it, and enter a new Session for "
             "another run"
         )
-    check_manifest(joined.keys, joined.manifest, plan)
+    check_manifest(joined.keys, joined.manifest, plan, stage)
 
 
 def _is_number(name: str) -> bool:

@@ -13,11 +13,12 @@ import os
 import signal
 import threading
 import warnings
-from collections import deque
+from collections import Counter, deque
 from contextlib import suppress
 from random import Random
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar
 
+from shardqueue.allowance import UNLIMITED
 from shardqueue.claims import Owner
 from shardqueue.clock import SystemClock
 from shardqueue.errors import (
@@ -27,7 +28,7 @@ from shardqueue.errors import (
     PassFinishedError,
     ShardQueueWarning,
 )
-from shardqueue.learner import LOG_EVERY, Book, learner_label, new_instance, seen_here, this_process
+from shardqueue.learner import LOG_EVERY, Book, learner_label, new_instance, seat, seen_here, this_process
 from shardqueue.logwriter import LogWriter
 from shardqueue.mailbox import open_mailbox
 from shardqueue.opening import open_run
@@ -37,14 +38,16 @@ from shardqueue.throughput import Rates, Rolling
 from shardqueue.units import check_count
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from types import FrameType, TracebackType
 
+    from shardqueue.allowance import Allowance
     from shardqueue.clock import Clock
     from shardqueue.mailbox import Mailbox
     from shardqueue.plan import Plan
     from shardqueue.records import Left, LogPage
     from shardqueue.run import Joined
+    from shardqueue.tracking import Trackable
     from shardqueue.units import Step
 
 T = TypeVar("T")
@@ -71,6 +74,25 @@ class Source(Protocol):
     @property
     def manned(self) -> bool:
         """Whether anybody claims for this source."""
+        ...
+
+    def poke(self) -> None:
+        """What the session allows has changed."""
+        ...
+
+    @property
+    def committed(self) -> int:
+        """Batches that are certainly ours: handed out, in hand, or of claims whose size is known."""
+        ...
+
+    @property
+    def events(self) -> int:
+        """Grows with every claim that is asked for, and every surplus given back."""
+        ...
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing that others may be waiting for is under way."""
         ...
 
     def took(self, step: Step, now: float, each: float | None) -> None:
@@ -161,6 +183,11 @@ class Session:
         self._last: dict[tuple[str, str, int], int] = {}
         self._book.rests = _own
         self._told_begun_before = False
+        self._allowances: dict[str, Allowance] = {}
+        self._units: Counter[str] = Counter()
+        self._unbooked: set[str] = set()
+        self._passing: list[Step] = []
+        self.lockstep: object = None
 
     # -- for the user ------------------------------------------------------------------------------------
 
@@ -183,24 +210,47 @@ class Session:
             self._stepped, self._implicit = True, False
             trained = self._train(samples, global_step)
         self._tell()
-        if first and not trained and not self._book.batches:
+        if first and not (trained or self._book.batches or self.lockstep):
             self._warn_untracked()
 
-    def track(self, loader: Iterable[T]) -> Iterator[T]:
+    def track(
+        self, loader: Iterable[T], group: object = None, uneven: Literal["repeat", "drop"] = "repeat"
+    ) -> Iterator[T]:
         """Yield what `loader` yields, noting what really reached the loop.
 
         Goes outermost, around whatever moves or prefetches batches. Then a batch counts as handed out when it leaves
         here, not when the queue gave it to the wrapper.
 
+        With a `group`, the ranks of that process group step together (*lockstep*), as DistributedDataParallel needs:
+        of N batches each of W ranks gets exactly ceil(N / W); at the last step, who has none left gets its last batch
+        again. Every rank must make the call. The job opens a run of its own.
+
+        Args:
+            loader: yields items with steps of a shared queue; with a `group`, a `DataLoader` over a
+                `SharedQueueDataset`.
+            group: a process group of `torch.distributed`, or `torch.distributed.group.WORLD` for all ranks.
+            uneven: "repeat", or "drop" to leave out the N mod W last batches: floor(N / W) steps.
+
         Raises:
             LoadError: an item carries no step of a shared queue.
+            InvalidInputError: the number of batches is not known, or too small to be shared out.
+            AgreementError: ranks have other settings, another mailbox, or one of them is gone.
         """
-        from shardqueue.tracking import datasets_of, steps_in  # only loops that track pay for it
+        from shardqueue.tracking import dataset_of, datasets_of  # only loops that track pay for it
 
         self._check_open()
-        for pass_ in list(self._sources):
-            self._track(pass_)
-        crews = [dataset.begin(self) for dataset in datasets_of(loader, self)]
+        if group is not None:
+            yield from dataset_of(loader, self).in_step(self, loader, group, uneven)
+            return
+        yield from self.walk(loader, datasets_of(loader, self))
+
+    def walk(self, loader: Iterable[T], datasets: Sequence[Trackable]) -> Iterator[T]:
+        """Yield what a loader yields, whose workers claim for these datasets."""
+        from shardqueue.tracking import steps_in
+
+        for key in list(self._sources):
+            self._track(key)
+        crews = [dataset.begin(self) for dataset in datasets]
         try:
             yield from self._tracked(iter(loader), steps_in)
         except GeneratorExit:
@@ -222,7 +272,7 @@ class Session:
             self.came_back()
             waited = now - began
             for step in steps_in(item):
-                source = self._track(step.pass_)
+                source = self._track(seat(step.pass_, step.worker))
                 self._in_order(step)
                 self.handed(step, waited)
                 waited = 0.0
@@ -231,6 +281,11 @@ class Session:
             self._pace.handed(now)
             yield item
             self._pace.asked(self.clock.monotonic())
+
+    def received(self, step: Step, waited: float) -> None:
+        """A batch reached the loop past its loader."""
+        self._in_order(step)
+        self.handed(step, waited)
 
     def _in_order(self, step: Step) -> None:
         """What is trained of a unit is known by how far it has come."""
@@ -243,15 +298,15 @@ class Session:
             )
         self._last[key] = step.index
 
-    def _track(self, pass_: str) -> Source | None:
+    def _track(self, key: str) -> Source | None:
         """From now on only `track` reports what the consumer of this pass has; a wrapper holds what was taken."""
-        source = self._sources.get(pass_)
+        source = self._sources.get(key)
         if source is None or not source.manned:
             self._warn_begun_before()
         elif not source.tracked:
             source.tracked = True
             with self.lock:
-                self._book.drop(pass_)
+                self._book.drop(key)
         return source
 
     def _warn_untracked(self) -> None:
@@ -293,6 +348,11 @@ class Session:
                 recent_batches_per_second=batches,
             )
 
+    def units_of(self, pass_: str) -> int:
+        """How many units of a pass this learner was the first to claim."""
+        with self.lock:
+            return self._units[pass_]
+
     @property
     def run(self) -> str | None:
         """Name of the run, once the first batch was asked for."""
@@ -331,7 +391,7 @@ class Session:
             return
         farewell_by = self.clock.monotonic() + FAREWELL
         try:
-            for source in list(self._sources.values()):
+            for source in reversed(list(self._sources.values())):
                 source.close(failed=error is not None)
         finally:
             self._closed, self._entered = not self._own, False
@@ -361,7 +421,7 @@ class Session:
         if self.joined is None:
             self.instance = self._book.instance = instance
 
-    def open(self, plan: Plan, run: str | None, pass_: str) -> Joined:
+    def open(self, plan: Plan, run: str | None, pass_: str, stage: str = "") -> Joined:
         """Agree on the run before anybody claims in it, and begin the log.
 
         Raises:
@@ -370,50 +430,85 @@ class Session:
         """
         self._check_open()
         if self.joined is not None:
-            check_joined(self.joined, plan, run)
+            check_joined(self.joined, plan, run, stage)
             return self.joined
-        manifest, owner = (
-            new_manifest(plan, self.learner_id, self.clock.wall()),
-            Owner(self.learner_id, self.instance),
-        )
-        machine = Opening(
-            plan, manifest, owner, run, seen=seen_here, random=Random(os.urandom(16)), pass_=pass_
-        )
-        joined = open_run(machine, self.mailbox, self.clock)
+        joined = self.find_run(plan, run, pass_, stage)
         for notice in joined.notices:
             logger.warning("%s", notice)
         if joined.twin:
             warn_twin(self.learner_id)
+        self.enter_run(joined)
+        return joined
+
+    def find_run(
+        self, plan: Plan, run: str | None, pass_: str = "", stage: str = "", fresh: bool = False
+    ) -> Joined:
+        """Find or open a run, without being in it yet; `fresh`: open the next one in any case.
+
+        Raises:
+            RunError: the run cannot be joined.
+            MailboxError: the mailbox did not answer.
+        """
+        machine = Opening(
+            plan,
+            new_manifest(plan, self.learner_id, self.clock.wall(), stage),
+            Owner(self.learner_id, self.instance),
+            run,
+            seen=seen_here,
+            random=Random(os.urandom(16)),
+            pass_=pass_,
+            fresh=fresh,
+            stage=stage,
+        )
+        return open_run(machine, self.mailbox, self.clock)
+
+    def enter_run(self, joined: Joined) -> None:
+        """Be in this run from now on: the log begins, before anything is claimed."""
         written = threading.Event()
         if not self.attach(joined, written.set):
             written.wait(FIRST_LOG)
-        return joined
 
     # -- for feeds ---------------------------------------------------------------------------------------
 
-    def admit(self, source: Source, pass_: str) -> None:
-        """A source of batches begins on a pass; an older one of ours on the same pass is closed."""
+    def source_on(self, key: str) -> Source | None:
+        """The source of batches on a seat, if there is one."""
+        return self._sources.get(key)
+
+    def allow(self, key: str, allowance: Allowance) -> None:
+        """From now on the source on this seat may take so much, whether it has begun or not."""
+        self._allowances[key] = allowance
+        source = self._sources.get(key)
+        if source is not None:
+            source.poke()
+
+    def allowance(self, key: str) -> Allowance:
+        """How many batches the source on a seat may take, as of now."""
+        return self._allowances.get(key, UNLIMITED)
+
+    def admit(self, source: Source, key: str) -> None:
+        """A source of batches begins on a seat; an older one of ours is closed."""
         self._check_open()
-        older = self._sources.get(pass_)
+        older = self._sources.get(key)
         if older is not None:
             older.replace()
-        if pass_ in self._finished:
+        if key in self._finished:
             raise PassFinishedError(
-                f"learner {self.learner_id!r} has already iterated {pass_ or 'this pass'} of run {self.run} to "
+                f"learner {self.learner_id!r} has already iterated {key or 'this pass'} of run {self.run} to "
                 "its end; to train the plan again, set another epoch (dataset.set_epoch), or use another mailbox "
                 'prefix, or run="a-name"'
             )
-        self._sources[pass_] = source
+        self._sources[key] = source
 
-    def dismiss(self, source: Source, pass_: str, ended: bool) -> None:
+    def dismiss(self, source: Source, key: str, ended: bool) -> None:
         """A source is over; `ended` because nothing was left to claim."""
-        if self._sources.get(pass_) is source:
-            del self._sources[pass_]
+        if self._sources.get(key) is source:
+            del self._sources[key]
+            self._allowances.pop(key, None)
         with self.lock:
-            self._book.drop(pass_)
+            self._book.drop(key)
         self._ended = "end" if ended else "early"
         if ended:
-            self._finished.add(pass_)
+            self._finished.add(key)
 
     def attach(self, joined: Joined, logged: Callable[[], None]) -> bool:
         """The run is agreed on: the log begins.
@@ -438,6 +533,13 @@ class Session:
         """An attempt at a unit is ours."""
         with self.lock:
             self._book.claim((pass_, claim.identifier, claim.attempt))
+            self._units[pass_] += claim.attempt == 0
+
+    def cut(self, pass_: str, claim: Attempt) -> None:
+        """An attempt of ours ends before its unit."""
+
+    def given(self, pass_: str, claim: Attempt) -> None:
+        """What is behind that end can be taken by others."""
 
     def sized(self, pass_: str, claim: Attempt) -> None:
         """The loader gave the whole unit: its size is known."""
@@ -448,14 +550,23 @@ class Session:
             self._book.release((pass_, claim.identifier, claim.attempt))
             self._last.pop((pass_, claim.identifier, claim.attempt), None)
 
+    def unbook(self, pass_: str) -> None:
+        """What is done of this pass need not be known later: coming back is enough, and the log is silent on it."""
+        self._unbooked.add(pass_)
+
     def handed(self, step: Step, waited: float) -> None:
         """A batch reached the loop, which had waited for it."""
+        if step.pass_ in self._unbooked:
+            self._passing.append(step)
+            return
         with self.lock:
             self._book.hand(step, waited, self.clock.wall())
 
     def came_back(self) -> None:
         """The loop asks for the next batch."""
         forgotten = False
+        self._untold += self._passing
+        self._passing = []
         with self.lock:
             self._rolling.start(self.clock.monotonic())
             if not self._implicit and not self._stepped and len(self._book.in_hand) >= STEPLESS:
@@ -482,10 +593,10 @@ class Session:
         if left:
             _warn_unstepped(left)
 
-    def in_hand(self, pass_: str) -> list[Step]:
-        """Batches of a pass that are with the consumer and not known to be trained."""
+    def in_hand(self, key: str) -> list[Step]:
+        """Batches of a seat that are with the consumer and not known to be trained."""
         with self.lock:
-            return [step for step in self._book.in_hand if step.pass_ == pass_]
+            return [step for step in self._book.in_hand if seat(step.pass_, step.worker) == key]
 
     def taken(self) -> tuple[int, int, float, float] | None:
         """What a loop behind a loader took; a session's feeds see their consumer themselves."""
@@ -495,7 +606,7 @@ class Session:
         """Why a feed must end though its consumer has not left it; never here."""
         return ""
 
-    def quiet(self, ended: bool, yielded: bool) -> None:
+    def quiet(self, ended: bool, yielded: bool, promised: int) -> None:
         """A feed claims no more."""
 
     @property
@@ -531,7 +642,7 @@ class Session:
     def _tell(self) -> None:
         while self._untold:  # what a signal interrupts here is told when the feed is left
             step = self._untold[0]
-            source = self._sources.get(step.pass_)
+            source = self._sources.get(seat(step.pass_, step.worker))
             if source is not None:
                 source.trained(step)
             self._untold.popleft()

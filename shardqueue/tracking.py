@@ -5,14 +5,14 @@ from __future__ import annotations
 import gc
 from dataclasses import fields, is_dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakSet
 
 from shardqueue.errors import InvalidInputError, LoadError
 from shardqueue.units import Step
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from shardqueue.crew import Crew
     from shardqueue.session import Session
@@ -36,6 +36,10 @@ class Trackable(Protocol):
         """The session is about to iterate a loader of this dataset."""
         ...
 
+    def in_step(self, session: Session, loader: Iterable[Any], group: object, uneven: str) -> Iterator[Any]:
+        """The items of the loader, as many on each rank of a process group."""
+        ...
+
 
 _known: WeakSet[Trackable] = WeakSet()
 register = _known.add
@@ -50,15 +54,7 @@ def datasets_of(loader: object, session: Session) -> list[Trackable]:
     Raises:
         InvalidInputError: the loader's dataset is another learner's, or in another mailbox.
     """
-    inside = [getattr(part, "dataset", None) for part in _layers(loader)]
-    own = next((k for k in list(_known) if k is loader or any(k is part for part in inside)), None)
-    if own is not None and not own.belongs_to(session):
-        raise InvalidInputError(
-            "loader",
-            loader,
-            f"of the session's learner {session.learner_id!r} and mailbox (its dataset is of {own.learner_id!r})",
-            "give the dataset and the session the same learner_id and mailbox",
-        )
+    own = _dataset_in(loader, session)
     if own is loader or getattr(loader, "num_workers", None) == 0:
         return []
     if own is not None:
@@ -82,6 +78,36 @@ def datasets_of(loader: object, session: Session) -> list[Trackable]:
             "pass the DataLoader itself, or delete the older datasets",
         )
     return found
+
+
+def dataset_of(loader: object, session: Session) -> Trackable:
+    """The dataset of a loader that ranks iterate together.
+
+    Raises:
+        InvalidInputError: it is not the loader of a `SharedQueueDataset`, or of another session's.
+    """
+    own = _dataset_in(loader, session)
+    if own is None or own is loader:
+        raise InvalidInputError(
+            "loader",
+            loader,
+            "a DataLoader over a SharedQueueDataset, where ranks step together",
+            "pass track the DataLoader itself, and wrap what track gives",
+        )
+    return own
+
+
+def _dataset_in(loader: object, session: Session) -> Trackable | None:
+    inside = [getattr(part, "dataset", None) for part in _layers(loader)]
+    own = next((k for k in list(_known) if k is loader or any(k is part for part in inside)), None)
+    if own is not None and not own.belongs_to(session):
+        raise InvalidInputError(
+            "loader",
+            loader,
+            f"of the session's learner {session.learner_id!r} and mailbox (its dataset is of {own.learner_id!r})",
+            "give the dataset and the session the same learner_id and mailbox",
+        )
+    return own
 
 
 def _layers(loader: object) -> list[object]:

@@ -218,6 +218,11 @@ class LazyUnits(Mapping[str, Unit]):
         """Dataset steps in the plan; for row ranges, batches of `batch_rows` rows."""
         return -(-self._firsts[-1] // self._batch_rows)
 
+    @property
+    def total(self) -> int:
+        """Batches in the plan: those of all its lanes."""
+        return self.steps * self._lanes
+
     def identifier(self, position: int) -> str:
         """The identifier at a position.
 

@@ -15,6 +15,7 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING
 
+from shardqueue.allowance import UNLIMITED
 from shardqueue.block import Doing, Message, Told, pass_name, pass_of
 from shardqueue.clock import SystemClock
 from shardqueue.errors import ClosedError, PassFinishedError, RunError
@@ -24,6 +25,7 @@ from shardqueue.logwriter import LogWriter
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from shardqueue.allowance import Allowance
     from shardqueue.block import Block, Pipe
     from shardqueue.claims import Claim
     from shardqueue.clock import Clock
@@ -64,8 +66,9 @@ class LoaderWorker:
         block, pipe: shared with the training process.
         mailbox: opened in this process.
         learner_id: the training process's.
-        number: of the worker, from 0.
+        number, count: which worker, from 0, and how many there are.
         key: of the iteration.
+        stage: of the dataset.
 
     Raises:
         PassFinishedError: the pass was iterated to its end before.
@@ -73,13 +76,22 @@ class LoaderWorker:
     """
 
     def __init__(
-        self, block: Block, pipe: Pipe, mailbox: Mailbox, learner_id: str, number: int, key: int
+        self,
+        block: Block,
+        pipe: Pipe,
+        mailbox: Mailbox,
+        learner_id: str,
+        number: int,
+        count: int,
+        key: int,
+        stage: str,
     ) -> None:
         self.mailbox, self.learner_id, self.instance = mailbox, learner_id, block.instance
         self.clock: Clock = SystemClock()
         self.joined: Joined | None = None
         self.farewell: float = FAREWELL
-        self._block, self._pipe, self._number = block, pipe, number
+        self._block, self._pipe, self._number, self._count = block, pipe, number, count
+        self._stage = stage
         self.word, self.tracked = block.join(number, key)
         self.patrol: float | None = PATROL / 5 if self.tracked else PATROL
         if block.is_over(self.word) and not self.left:
@@ -102,7 +114,7 @@ class LoaderWorker:
     @property
     def pass_(self) -> str:
         """Name of the pass."""
-        return pass_name(pass_of(self.word))
+        return pass_name(pass_of(self.word), self._stage)
 
     @property
     def run(self) -> str | None:
@@ -118,7 +130,7 @@ class LoaderWorker:
 
     counts_coming_back = True
 
-    def admit(self, source: Source, pass_: str) -> None:  # noqa: ARG002
+    def admit(self, source: Source, key: str) -> None:  # noqa: ARG002
         """A feed begins."""
         self._source = source
 
@@ -154,6 +166,19 @@ class LoaderWorker:
         self._book.claim((pass_, claim.identifier, claim.attempt))
         self._tell(Told.CLAIMED, claim, claim.begin)
 
+    def allowance(self, key: str) -> Allowance:  # noqa: ARG002
+        """How many batches this worker may take, as of now."""
+        return self._block.allowed(self.word, self._number, self._count) if self.tracked else UNLIMITED
+
+    def cut(self, pass_: str, claim: Claim) -> None:  # noqa: ARG002
+        """An attempt of ours ends before its unit."""
+        assert claim.end is not None
+        self._tell(Told.CUT, claim, claim.end)
+
+    def given(self, pass_: str, claim: Claim) -> None:  # noqa: ARG002
+        """What is behind that end can be taken by others."""
+        self._tell(Told.GIVEN, claim, 0)
+
     def sized(self, pass_: str, claim: Claim) -> None:  # noqa: ARG002
         """The loader gave the whole unit."""
         self._tell(Told.SIZED, claim, int(claim.size))
@@ -177,7 +202,7 @@ class LoaderWorker:
     def settle(self, failed: bool, ended: bool) -> None:
         """The feed is being left; nothing is decided here."""
 
-    def in_hand(self, pass_: str) -> list[Step]:  # noqa: ARG002
+    def in_hand(self, key: str) -> list[Step]:  # noqa: ARG002
         """Batches of unfinished claims that are with the loader, or beyond."""
         return list(self._yielded)
 
@@ -196,14 +221,15 @@ class LoaderWorker:
         parent = multiprocessing.parent_process()
         return "" if parent is None or parent.is_alive() else "the training process is gone"
 
-    def quiet(self, ended: bool, yielded: bool) -> None:
+    def quiet(self, ended: bool, yielded: bool, promised: int) -> None:
         """The feed claims no more."""
         while not self._send() and not self._block.is_over(self.word):
             threading.Event().wait(PATROL)
+        self._block.promise(self._number, promised)
         self._doing = Doing.YIELDED if yielded else Doing.ENDED if ended else Doing.STOPPED
         self._block.note(self._number, self.word, self._doing)
 
-    def dismiss(self, source: Source, pass_: str, ended: bool) -> None:  # noqa: ARG002
+    def dismiss(self, source: Source, key: str, ended: bool) -> None:  # noqa: ARG002
         """The feed is over."""
         self._book.left = "end" if ended and self._doing is Doing.ENDED else "early"
         if ended and not self.tracked:

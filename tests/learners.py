@@ -194,16 +194,22 @@ class CountingLoader:
 
 
 class Clock:
-    """The machine's clock, which a test may put forward."""
+    """The machine's clock, which a test may put forward, or let run `speed` times as fast from the start or later."""
 
-    def __init__(self) -> None:
-        self._offset = 0.0
+    def __init__(self, speed: float = 1.0) -> None:
+        now = time.monotonic()
+        self._shows = (now, now, speed)
 
     def forward(self, seconds: float) -> None:
-        self._offset += seconds
+        shown, since, speed = self._shows
+        self._shows = (shown + seconds, since, speed)
+
+    def hurry(self, speed: float) -> None:
+        self._shows = (self.monotonic(), time.monotonic(), speed)
 
     def monotonic(self) -> float:
-        return time.monotonic() + self._offset
+        shown, since, speed = self._shows
+        return shown + (time.monotonic() - since) * speed
 
     def wall(self) -> float:
-        return time.time() + self._offset
+        return time.time() + self.monotonic() - time.monotonic()

@@ -1080,24 +1080,24 @@ def violations(kind: type[Threads] | type[World], seeds: range, flags: dict[str,
 
 @pytest.mark.parametrize("case", THREADS)
 def test_threads_receive_every_item_once_and_end_in_every_order(case: str) -> None:
-    assert not violations(Threads, range(150), THREADS[case])
+    assert not violations(Threads, range(75), THREADS[case])
 
 
 @pytest.mark.parametrize("case", PROCESSES)
 def test_processes_receive_every_item_and_end_in_every_order(case: str) -> None:
-    assert not violations(World, range(250), PROCESSES[case])
+    assert not violations(World, range(125), PROCESSES[case])
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", THREADS)
 def test_threads_receive_every_item_once_and_end_in_many_more_orders(case: str) -> None:
-    assert not violations(Threads, range(150, 2000), THREADS[case])
+    assert not violations(Threads, range(75, 2000), THREADS[case])
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", PROCESSES)
 def test_processes_receive_every_item_and_end_in_many_more_orders(case: str) -> None:
-    assert not violations(World, range(250, 3000), PROCESSES[case])
+    assert not violations(World, range(125, 3000), PROCESSES[case])
 
 
 @pytest.mark.filterwarnings("ignore:.*dropped without close:shardqueue.errors.ShardQueueWarning")

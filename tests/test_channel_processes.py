@@ -18,6 +18,7 @@ import warnings
 from collections import Counter
 from contextlib import suppress
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -117,11 +118,22 @@ def consume(pipe: Connection, receiver: Receiver[Any]) -> None:
         pipe.send("end")
 
 
-@pytest.mark.parametrize(("senders", "receivers"), [(1, 1), (3, 2), (2, 3)])
-@pytest.mark.parametrize("capacity", [1, 64])
-def test_every_item_is_received_once(
-    context: BaseContext, crew: Crew, senders: int, receivers: int, capacity: int
-) -> None:
+FLOWS = [*product([1, 64], [(1, 1), (3, 2), (2, 3)])]
+"""Capacity, senders and receivers."""
+SPAWNED = [(1, (3, 2)), (64, (2, 3))]
+"""The slowly started, of which the others are among the long forms."""
+
+
+@pytest.mark.parametrize(
+    ("method", "capacity", "ends"),
+    [
+        *(("fork", *flow) for flow in FLOWS),
+        *(("spawn", *flow) for flow in SPAWNED),
+        *(pytest.param("spawn", *flow, marks=pytest.mark.full) for flow in FLOWS if flow not in SPAWNED),
+    ],
+)
+def test_every_item_is_received_once(crew: Crew, method: str, capacity: int, ends: tuple[int, int]) -> None:
+    context, (senders, receivers) = multiprocessing.get_context(method), ends
     channel: Channel[int] = Channel(senders, receivers, capacity, context=context)
     for number in range(senders):
         crew.start(context, produce, channel.sender(), number * 1000, 100)
@@ -193,11 +205,20 @@ def leave(pipe: Connection, _end: object) -> None:
     pass
 
 
-@pytest.mark.parametrize("is_kept", [True, False])
-@pytest.mark.parametrize("ending", [die, leave])
+@pytest.mark.parametrize(
+    ("method", "ending", "is_kept"),
+    [
+        *product(["fork"], [die, leave], [True, False]),
+        ("spawn", die, True),
+        ("spawn", leave, False),
+        pytest.param("spawn", die, False, marks=pytest.mark.full),
+        pytest.param("spawn", leave, True, marks=pytest.mark.full),
+    ],
+)
 def test_a_process_that_ends_before_it_uses_its_end(
-    context: BaseContext, crew: Crew, is_kept: bool, ending: Callable[..., None]
+    crew: Crew, method: str, ending: Callable[..., None], is_kept: bool
 ) -> None:
+    context = multiprocessing.get_context(method)
     channel: Channel[int] = Channel(2, 2, 2, context=context)
     kept: list[object] = []
     with pytest.warns(ShardQueueWarning, match="0 .*dropped before it was used"):
@@ -831,7 +852,9 @@ def wait_for_one(pipe: Connection, receiver: Receiver[int]) -> None:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_an_idle_channel_wakes_nobody(context: BaseContext, crew: Crew) -> None:
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.full)])
+def test_an_idle_channel_wakes_nobody(crew: Crew, method: str) -> None:
+    context = multiprocessing.get_context(method)
     channel: Channel[int] = Channel(2, 2, context=context)
     threads: Channel[int] = Channel(1, 1)
     end, sender = channel.sender(), threads.sender()
@@ -905,7 +928,7 @@ def kill_round(
     ("method", "rounds"),
     [
         ("fork", 4),
-        ("spawn", 2),
+        ("spawn", 1),
         pytest.param("fork", 200, marks=pytest.mark.full),
         pytest.param("spawn", 200, marks=pytest.mark.full),
     ],

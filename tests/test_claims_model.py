@@ -664,7 +664,7 @@ distinct: set[tuple[int, int, str]] = set()
 
 @given(scenarios)
 @settings(
-    max_examples=1600,
+    max_examples=800,
     deadline=None,
     database=None,
     derandomize=True,
@@ -678,7 +678,7 @@ def every_schedule_is_right(scenario: Scenario) -> None:
 def test_no_schedule_trains_a_batch_twice_or_leaves_one_out() -> None:
     distinct.clear()
     every_schedule_is_right()
-    assert len(distinct) >= 1000
+    assert len(distinct) >= 500
 
 
 @pytest.mark.full
@@ -953,8 +953,9 @@ def test_the_judge_catches(mutant: str) -> None:
             ValueError,
         ) as violation:  # one identity in two places confuses more than claims
             found.append(str(violation))
-    assert found
-    assert any(re.search(expected, violation) for violation in found), found[:3]
+            if re.search(expected, found[-1]):
+                return
+    pytest.fail(f"what was found instead: {found[:3]}")
 
 
 def test_a_run_that_ends_while_it_is_looked_at_is_not_taken_for_broken_off() -> None:

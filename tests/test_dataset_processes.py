@@ -119,21 +119,22 @@ def fleet() -> Iterator[Fleet]:
 
 
 CASES = [
-    Case("no workers"),
     Case("no workers, plain", track=False),
     Case("no workers, rows", rows=True, set_epoch=True),
     Case("fork", 2, "fork"),
-    Case("fork, plain", 2, "fork", track=False),
     Case("fork, plain, set_epoch", 2, "fork", track=False, set_epoch=True),
-    Case("fork, persistent", 2, "fork", persistent=True),
     Case("fork, persistent, plain, rows", 2, "fork", persistent=True, track=False, rows=True),
     Case("fork, out of order", 3, "fork", in_order=False, prefetch_factor=4),
-    Case("fork, rows, set_epoch", 2, "fork", rows=True, set_epoch=True),
-    Case("spawn, persistent", 2, "spawn", persistent=True),
-    Case("spawn, persistent, plain, rows", 2, "spawn", persistent=True, track=False, rows=True),
+    Case("spawn, persistent", 1, "spawn", persistent=True),
 ]
 LONG = [
+    Case("no workers"),
+    Case("fork, plain", 2, "fork", track=False),
+    Case("fork, persistent", 2, "fork", persistent=True),
+    Case("fork, rows, set_epoch", 2, "fork", rows=True, set_epoch=True),
+    Case("spawn, persistent, plain, rows", 2, "spawn", persistent=True, track=False, rows=True),
     Case("spawn", 2, "spawn"),
+    Case("spawn, two persistent", 2, "spawn", persistent=True),
     Case("spawn, plain, rows", 2, "spawn", track=False, rows=True),
     Case("forkserver", 2, "forkserver"),
     Case("forkserver, persistent, plain", 2, "forkserver", persistent=True, track=False),

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from bad_servers import Create, Verb
     from conftest import S3Server
 
+pytestmark = pytest.mark.usefixtures("parsed_once")
+
 T = TypeVar("T")
 URL = "s3://bucket/a b/run"
 RELIED_ON = [
@@ -124,11 +126,12 @@ def test_yes_to_memory() -> None:
 
 
 @pytest.mark.s3
-def test_yes_to_seaweedfs(s3_server: S3Server) -> None:
+@pytest.mark.parametrize("rounds", [1, pytest.param(8, marks=pytest.mark.full)])
+def test_yes_to_seaweedfs(s3_server: S3Server, rounds: int) -> None:
     url = f"s3://shardqueue/{uuid.uuid4().hex}"
     connect = partial(open_mailbox, url, prove=False, deadline=15.0, **s3_server.writer)
     connect().put("mine", b"1")
-    assert approves(examined(connect, url))
+    assert approves(examined(connect, url, rounds))
     assert connect().list("") == ["mine"]
 
 

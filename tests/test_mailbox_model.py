@@ -631,8 +631,8 @@ def folders(kind: type[FaultyFolder]) -> Iterator[Callable[[Chances], Place]]:
 
 def test_no_schedule_gives_a_key_of_a_bucket_twice_or_to_nobody() -> None:
     coverage = Coverage()
-    coverage.race(lambda chances: BucketPlace(chances, Settler), 1100)
-    assert len(coverage.distinct) >= 1000
+    coverage.race(lambda chances: BucketPlace(chances, Settler), 550)
+    assert len(coverage.distinct) >= 500
     assert coverage.met.keys() == {
         *("well", "never arrives", "409", "answer lost", "5xx after landing", "sent twice"),
         *("unreadable", "old", "stray"),
@@ -644,8 +644,8 @@ def test_no_schedule_gives_a_key_of_a_bucket_twice_or_to_nobody() -> None:
 def test_no_schedule_gives_a_key_of_a_folder_twice_or_to_nobody(kind: type[FaultyFolder]) -> None:
     coverage = Coverage()
     with folders(kind) as make:
-        coverage.race(make, 350)
-    assert len(coverage.distinct) >= 300
+        coverage.race(make, 220)
+    assert len(coverage.distinct) >= 190
     links = {"never arrives", "answer lost", "sent twice", "stray"} if kind.links else set()
     assert coverage.met.keys() == {"well", "unreadable", "disk full"} | links
     assert all(coverage.heard[told] > 50 for told in (True, False, None)), coverage.heard
@@ -754,10 +754,15 @@ FOLDER_MUTANTS: dict[str, tuple[type[FaultyFolder], Callable[[str, str], bytes],
 }
 
 
+ENOUGH = 6
+
+
 def caught(make: Callable[[Chances], Place], body: Callable[[str, str], bytes], expected: str) -> int:
-    """How many of a hundred schedules show the mutant by what it is expected to do."""
+    """How many of a hundred schedules show the mutant by what it is expected to do; `ENOUGH` are."""
     found = 0
     for race in some_races(100):
+        if found == ENOUGH:
+            break
         try:
             run_race(race, make, body)
         except ViolationError as violation:
@@ -765,18 +770,21 @@ def caught(make: Callable[[Chances], Place], body: Callable[[str, str], bytes], 
     return found
 
 
+def test_the_judge_catches_nothing_where_nothing_is_wrong() -> None:
+    assert caught(lambda chances: BucketPlace(chances, Settler), own_body, "") == 0
+
+
 @pytest.mark.parametrize("mutant", BUCKET_MUTANTS)
 def test_the_judge_catches_in_a_bucket(mutant: str) -> None:
     kind, body, expected = BUCKET_MUTANTS[mutant]
-    assert caught(lambda chances: BucketPlace(chances, Settler), own_body, "") == 0
-    assert caught(lambda chances: BucketPlace(chances, kind), body, expected) > 5
+    assert caught(lambda chances: BucketPlace(chances, kind), body, expected) == ENOUGH
 
 
 @pytest.mark.parametrize("mutant", FOLDER_MUTANTS)
 def test_the_judge_catches_in_a_folder(mutant: str) -> None:
     kind, body, expected = FOLDER_MUTANTS[mutant]
     with folders(kind) as make:
-        assert caught(make, body, expected) > 5
+        assert caught(make, body, expected) == ENOUGH
 
 
 # -- claims over such a bucket ---------------------------------------------------------------------------------
@@ -905,7 +913,9 @@ def test_the_judge_of_what_was_trained_catches(mutant: str) -> None:
             play_over_a_bucket(scenario, rules, kind)
         except (ViolationError, ValueError) as violation:
             found.append(str(violation))
-    assert any(part in said for said in found for part in expected.split("|")), found[:3]
+            if any(part in found[-1] for part in expected.split("|")):
+                return
+    pytest.fail(f"what was found instead: {found[:3]}")
 
 
 @pytest.mark.full

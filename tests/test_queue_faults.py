@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import tracemalloc
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from learners import (
     PATIENCE,
+    Clock,
     CountingLoader,
     Gate,
     Task,
@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 
 UNITS = unit_grid(24, 3, taper=False)
 ONE = "000000-0.json"
+FAST = 1000.0
+"""How fast a clock runs for which a mailbox is away for minutes."""
 
 
 @pytest.fixture
@@ -77,16 +79,6 @@ class Denied(Wrapper):
         if self.now and self._which(verb, name):
             raise self._error(f"{verb} {name}: denied")
         return forward()
-
-
-class Fast:
-    """A clock a hundred times as fast as the machine's."""
-
-    def monotonic(self) -> float:
-        return time.monotonic() * 100
-
-    def wall(self) -> float:
-        return time.time()
 
 
 def said(caplog: pytest.LogCaptureFixture) -> str:
@@ -359,7 +351,7 @@ def test_a_mailbox_that_stays_away_is_an_error_after_what_was_loaded(memory: Mai
     seen = []
     units = unit_grid(800, 40, taper=False)
     with pytest.raises(MailboxUnavailableError, match=r"not answered for \d+ s"):  # noqa: SIM117
-        with Session(outage, "a", clock=Fast()) as session:
+        with Session(outage, "a", clock=Clock(speed=FAST)) as session:
             with shared_queue(units, outage, "a", loader, prefetch=4) as queue:
                 for _, batch in queue:
                     seen.append(batch)
@@ -480,7 +472,7 @@ def test_lost_answers_change_nothing(memory: Mailbox, every: int) -> None:
 
 def test_a_claim_whose_answer_never_comes_is_named(memory: Mailbox, caplog: pytest.LogCaptureFixture) -> None:
     lost = LostResponse(memory, when=lambda verb, key: key.startswith("units/"))
-    with Session(lost, "a", clock=Fast()), shared_queue(UNITS, lost, "a", load) as queue:
+    with Session(lost, "a", clock=Clock(speed=FAST)), shared_queue(UNITS, lost, "a", load) as queue:
         until(lambda: bool(memory.list("units/")))
     assert {r.unit for r in queue.returned} >= claimed_here(memory)
     assert not any(r.offered for r in queue.returned)
@@ -502,7 +494,7 @@ def test_a_folder_that_is_removed_while_in_use(tmp_path: Path) -> None:
     box = open_mailbox(tmp_path / "box")
     seen = []
     with pytest.raises(MailboxUnavailableError, match="box") as caught:  # noqa: SIM117
-        with Session(box, "a", clock=Fast()) as session:
+        with Session(box, "a", clock=Clock(speed=FAST)) as session:
             with shared_queue(unit_grid(400, 2, taper=False), box, "a", load, prefetch=1) as queue:
                 for _, batch in queue:
                     seen.append(batch)

@@ -94,8 +94,44 @@ STRANGE_KEYS = [
 ]
 
 
-class MailboxContract:
-    """Subclasses give `mailbox`, a fresh one on the store under test.
+class Races:
+    """Who wins a key that many want at once. Subclasses give `mailbox`, a fresh one on the store under test.
+
+    Attributes:
+        rounds: races, each for a key of its own.
+        learners: how many want it.
+    """
+
+    rounds = 20
+    learners = 8
+
+    @pytest.fixture
+    def mailbox(self) -> Mailbox:
+        raise NotImplementedError
+
+    def test_one_winner(self, mailbox: Mailbox) -> None:
+        for number in range(self.rounds):
+            bodies = [f"{learner}-{uuid.uuid4()}".encode() * 50 for learner in range(self.learners)]
+            key = f"units/{number}"
+            won = race([lambda body=body, key=key: mailbox.put_if_absent(key, body) for body in bodies])  # type: ignore[misc]
+            assert sum(won) == 1
+            assert mailbox.get(key) == bodies[won.index(True)]
+
+    def test_losers_read_the_winner_whole(self, mailbox: Mailbox) -> None:
+        for number in range(self.rounds):
+            key = f"units/{number}"
+            bodies = [bytes([65 + learner]) * 5000 for learner in range(4)]
+
+            def create_and_read(body: bytes, key: str = key) -> tuple[bool, bytes | None]:
+                return mailbox.put_if_absent(key, body), mailbox.get(key)
+
+            answers = race([lambda body=body: create_and_read(body) for body in bodies])  # type: ignore[misc]
+            (winner,) = {read for _, read in answers}
+            assert winner == bodies[[won for won, _ in answers].index(True)]
+
+
+class MailboxContract(Races):
+    """The contract of one store.
 
     Attributes:
         store: what the README's table of stores calls it; "" when it is in no table.
@@ -105,11 +141,6 @@ class MailboxContract:
     store = ""
     listing = "page"
     many = 1100
-    rounds = 20
-
-    @pytest.fixture
-    def mailbox(self) -> Mailbox:
-        raise NotImplementedError
 
     def test_has_the_verbs(self, mailbox: Mailbox) -> None:
         assert isinstance(mailbox, Mailbox)
@@ -288,26 +319,6 @@ class MailboxContract:
     def test_one_key_for_keys(self, mailbox: Mailbox) -> None:
         with pytest.raises(InvalidInputError):
             mailbox.delete("abc")
-
-    def test_one_winner(self, mailbox: Mailbox) -> None:
-        for number in range(self.rounds):
-            bodies = [f"{learner}-{uuid.uuid4()}".encode() * 50 for learner in range(8)]
-            key = f"units/{number}"
-            won = race([lambda body=body, key=key: mailbox.put_if_absent(key, body) for body in bodies])  # type: ignore[misc]
-            assert sum(won) == 1
-            assert mailbox.get(key) == bodies[won.index(True)]
-
-    def test_losers_read_the_winner_whole(self, mailbox: Mailbox) -> None:
-        for number in range(self.rounds):
-            key = f"units/{number}"
-            bodies = [bytes([65 + learner]) * 5000 for learner in range(4)]
-
-            def create_and_read(body: bytes, key: str = key) -> tuple[bool, bytes | None]:
-                return mailbox.put_if_absent(key, body), mailbox.get(key)
-
-            answers = race([lambda body=body: create_and_read(body) for body in bodies])  # type: ignore[misc]
-            (winner,) = {read for _, read in answers}
-            assert winner == bodies[[won for won, _ in answers].index(True)]
 
     def test_readers_see_old_or_new(self, mailbox: Mailbox) -> None:
         old, new = b"o" * 20_000, b"n" * 30_000

@@ -36,6 +36,7 @@ def opened(moto_server: dict[str, Any]) -> Mailbox:
     return open_mailbox(f"s3://shardqueue/{uuid.uuid4().hex}", prove=False, **moto_server)
 
 
+@pytest.mark.full
 class TestMoto(SharedContract):
     store = "moto"
     rounds = 4

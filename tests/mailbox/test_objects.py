@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from mailbox_contract import SharedContract, race
+from mailbox_contract import Races, SharedContract, race
 from servers import (
     FORKS_AFTER_USE,
     LEAVES_WHILE_CLAIMING,
@@ -39,6 +39,7 @@ from shardqueue.mailbox.s3 import require_conditional_put
 from shardqueue.mailbox.settling import Settler, unreachable
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from conftest import S3Server
@@ -51,9 +52,25 @@ def url() -> str:
     return f"s3://shardqueue/{uuid.uuid4().hex}"
 
 
+@pytest.fixture(scope="module")
+def opened(s3_server: S3Server) -> Mailbox:
+    """One for all of the contract: a new client takes longer than most of it."""
+    return ObjectMailbox(f"s3://shardqueue/{uuid.uuid4().hex}", **s3_server.options)
+
+
 class TestS3(SharedContract):
     store = "SeaweedFS"
-    rounds = 4  # SeaweedFS lets some losers of a true race wait whole seconds.
+    rounds, learners = 2, 4  # SeaweedFS lets some losers of a true race wait whole seconds.
+
+    @pytest.fixture
+    def mailbox(self, opened: Mailbox) -> Iterator[Mailbox]:
+        yield opened
+        opened.delete(opened.list(""))
+
+
+@pytest.mark.full
+class TestLongRacesOnS3(Races):
+    rounds = 8
 
     @pytest.fixture
     def mailbox(self, s3_server: S3Server, url: str) -> Mailbox:

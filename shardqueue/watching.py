@@ -1,0 +1,101 @@
+"""Watching a process through its log: is it alive, did it leave, or is it gone without a word?
+
+Whoever watches reads the newest page of the log again and again and tells a `Watched` what was there; `Watched.life`
+says what follows from it. Nothing here reads or waits by itself. Only seconds for which somebody really looked count
+as silence, and a death is believed only after one more reading.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from shardqueue.learner import SILENCE, Life, judge
+from shardqueue.records import LogPage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shardqueue.records import Process
+
+LONGEST_GAP = 2.0
+"""Seconds between two readings that count as silence, at most: two of the looks that are due each second."""
+
+
+@dataclass(slots=True)
+class Silence:
+    """Seconds for which nothing changed while somebody looked.
+
+    A mailbox may be slow, or the watcher suspended: of the time between two readings only `LONGEST_GAP` counts.
+    """
+
+    seconds: float = 0.0
+    _last: float | None = None
+
+    def looked(self, now: float) -> None:
+        """There was an answer at `now`, the same as before."""
+        if self._last is not None:
+            self.seconds += min(now - self._last, LONGEST_GAP)
+        self._last = now
+
+    def restart(self, now: float | None = None) -> None:
+        """Something changed at `now`; None: nobody knows, and the next answer counts as a first one."""
+        self.seconds, self._last = 0.0, now
+
+
+@dataclass(slots=True)
+class Watched:
+    """A process whose log is watched: the key of its newest page, and what that held.
+
+    A process may write how it left and be gone between our reading its log and looking for it. So its log is read
+    once more after it was seen gone, and until then it is `unconfirmed`.
+    """
+
+    key: str = ""
+    page: LogPage | None = None
+    silence: Silence = field(default_factory=Silence)
+    _written: tuple[int, int] | None = None
+    _changed: bool = False
+    _gone: bool = False
+    _read_since_gone: bool = False
+
+    @property
+    def unconfirmed(self) -> bool:
+        """Whether it was seen gone, and its log has not been read since."""
+        return self._gone and not self._read_since_gone
+
+    def read(self, data: bytes | None, now: float) -> None:
+        """`key` held `data` at `now`; None when there is no such page.
+
+        Raises:
+            RecordError: that is no log.
+        """
+        page = None if data is None else LogPage.decode(data, self.key)
+        written = self._written or _NOTHING if page is None else (page.page, page.write)
+        if self._written in (None, written):
+            self.silence.looked(now)
+        else:
+            self.silence.restart(now)
+            self._changed = True
+        self._written, self.page = written, page or self.page
+        self._read_since_gone = self._gone
+
+    def unread(self) -> None:
+        """It could not be read: silence begins anew, for its owner may have been kept from writing just so."""
+        self.silence.restart()
+        self._changed = False
+
+    def life(self, seen: Callable[[Process], bool | None]) -> Life:
+        """Say whether it is alive; `seen` tells whether its process is seen on this machine."""
+        if self.page is None:
+            return Life.UNSURE
+        silent = self.silence.seconds
+        life = judge(self.page, seen(self.page.where), self._changed and silent < SILENCE, silent)
+        if life is Life.DEAD and not self._read_since_gone:
+            self._gone = True
+            return Life.UNSURE
+        return life
+
+
+_NOTHING = (-1, 0)
+"""What was written where there is no page yet: no page, no write."""
