@@ -287,7 +287,8 @@ class Block:
         if allowance.batches is None:
             return allowance
         if not allowance.final:  # one is enough to begin with, and the loader asks the first one first
-            return Allowance(0, final=False) if worker else allowance
+            over = self._words[self._slot(0)] == word and self._words[self._slot(0) + 2] != Doing.CLAIMING
+            return Allowance(0, final=over) if worker else allowance
         own = allowance.part(worker, workers)
         if worker:
             return own

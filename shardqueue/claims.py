@@ -74,6 +74,8 @@ STALE = 4
 """Where a listing scans a folder: units not known to be claimed, for each that is likely free, before a new scan."""
 LOOK_BACK_SOON, LOOK_BACK_EVERY = 0.02, 0.5
 """Seconds between two looks for what was given back, of who waits for it: at first, and at most."""
+HELD_LOOKS = 40
+"""Looks of who is to have a first batch, before more is allowed: then there is none for it."""
 SURPLUS = "surplus"
 """Why a part of a unit is given back that goes beyond an allowance."""
 SCAN_SHARE = 20.0
@@ -821,7 +823,8 @@ class Claims:
             self._pause = LOOK_BACK_SOON
             return
         self.empty_looks += 1
-        self.exhausted = not self.waits and self._allowance.final
+        held = not self._allowance.final and self.empty_looks < HELD_LOOKS
+        self.exhausted = not (self.waits or held)
         self._next_look_back = now + self._pause
         self._pause = min(LOOK_BACK_EVERY, 2 * self._pause)
 

@@ -26,6 +26,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from shardqueue.block import WORDS, WORKERS, Block, Doing, Pipe, iteration_key, pass_name, pass_of
 from shardqueue.crew import Crew
+from shardqueue.entered import find_session, warn_of_another_session
 from shardqueue.errors import ClosedError, InvalidInputError
 from shardqueue.feed import Feed, Place
 from shardqueue.learner import learner_label, new_instance
@@ -34,7 +35,7 @@ from shardqueue.plan import Plan, check_identifier
 from shardqueue.records import RunKeys
 from shardqueue.rows import RowBatches, check_rows
 from shardqueue.run import Joined, new_manifest
-from shardqueue.session import Session, find_session, warn_of_another_session
+from shardqueue.session import Session
 from shardqueue.tracking import register
 from shardqueue.units import check_count, check_int, unit_ranges
 from shardqueue.workers import LoaderWorker, finished_pass
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 
     from shardqueue.loading import Load
     from shardqueue.mailbox import Mailbox
-    from shardqueue.session import Source
+    from shardqueue.source import Source
 
 PREFETCH = 8
 """Loaded batches that may wait where the loader has no workers; with workers its `prefetch_factor` says."""
@@ -298,7 +299,7 @@ class SharedQueueDataset(IterableDataset[Any]):
 
     def in_step(self, session: Session, loader: Iterable[Any], group: Any, uneven: str) -> Iterator[Any]:
         """The items of the loader, as many on each rank of the group; see `Session.track`."""
-        from shardqueue.agreement import lockstep_of
+        from shardqueue.lockstep import lockstep_of
 
         yield from lockstep_of(session, group).train(self, loader, uneven=uneven)
 
@@ -439,7 +440,9 @@ class SharedQueueDataset(IterableDataset[Any]):
             logger.warning("%s: %s", self.learner_id, UNTRACKED)
         run = self._run or self._block.run
         if worker.tracked and run is None:
-            run = self._joined_run  # by name, which the block has no room for; no worker is older than the run
+            run = (
+                self._joined_run
+            )  # by name, which the block has no room for; no worker is older than the run
         if worker.tracked and run is not None:
             # The training process has agreed on it.
             manifest = new_manifest(self._plan, self.learner_id, worker.clock.wall(), self.stage)

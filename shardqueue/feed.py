@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from shardqueue.mailbox.calls import Answer
     from shardqueue.plan import Plan
     from shardqueue.run import Joined
-    from shardqueue.session import Source
+    from shardqueue.source import Source
     from shardqueue.units import Step
 
 logger = logging.getLogger("shardqueue")

@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, Self
 
+from shardqueue.entered import find_session, warn_of_another_session
 from shardqueue.errors import ClosedError, InvalidInputError, PassFinishedError
 from shardqueue.feed import Feed
 from shardqueue.learner import learner_label
 from shardqueue.mailbox import open_mailbox
 from shardqueue.plan import Plan, check_identifier
-from shardqueue.session import Session, find_session, warn_of_another_session
+from shardqueue.session import Session
 from shardqueue.units import Step, check_int
 
 if TYPE_CHECKING:

@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import threading
 import warnings
 from collections import Counter, deque
-from contextlib import suppress
 from random import Random
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Literal, Self, TypeVar
 
 from shardqueue.allowance import UNLIMITED
 from shardqueue.claims import Owner
 from shardqueue.clock import SystemClock
+from shardqueue.entered import ENTERED
 from shardqueue.errors import (
     ClosedError,
     InvalidInputError,
@@ -33,13 +32,14 @@ from shardqueue.logwriter import LogWriter
 from shardqueue.mailbox import open_mailbox
 from shardqueue.opening import open_run
 from shardqueue.pace import Pace
+from shardqueue.preemption import PreemptionNotice
 from shardqueue.run import Opening, check_joined, new_manifest
 from shardqueue.throughput import Rates, Rolling
 from shardqueue.units import check_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-    from types import FrameType, TracebackType
+    from types import TracebackType
 
     from shardqueue.allowance import Allowance
     from shardqueue.clock import Clock
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from shardqueue.plan import Plan
     from shardqueue.records import Left, LogPage
     from shardqueue.run import Joined
+    from shardqueue.source import Attempt, Source, Together
     from shardqueue.tracking import Trackable
     from shardqueue.units import Step
 
@@ -61,62 +62,6 @@ FIRST_LOG = 2.0
 """Seconds for which the first claim waits until the log says that we are here."""
 FAREWELL = 10.0
 """Seconds for which leaving tries to say so in the mailbox."""
-
-
-class Source(Protocol):
-    """Where the batches of one pass come from, as the session sees it: a feed, or loader workers with feeds.
-
-    `tracked`: what reaches the loop is reported by `Session.track`. `manned`: somebody claims for it.
-    """
-
-    tracked: bool
-
-    @property
-    def manned(self) -> bool:
-        """Whether anybody claims for this source."""
-        ...
-
-    def poke(self) -> None:
-        """What the session allows has changed."""
-        ...
-
-    @property
-    def committed(self) -> int:
-        """Batches that are certainly ours: handed out, in hand, or of claims whose size is known."""
-        ...
-
-    @property
-    def events(self) -> int:
-        """Grows with every claim that is asked for, and every surplus given back."""
-        ...
-
-    @property
-    def settled(self) -> bool:
-        """Whether nothing that others may be waiting for is under way."""
-        ...
-
-    def took(self, step: Step, now: float, each: float | None) -> None:
-        """A tracked loop took a batch at `now`; it needs `each` seconds for one, None while that is not known."""
-        ...
-
-    def trained(self, step: Step) -> None:
-        """One batch that was handed out is trained."""
-        ...
-
-    def replace(self) -> None:
-        """Another source of this learner begins on the same pass: leave."""
-        ...
-
-    def close(self, failed: bool) -> None:
-        """Leave, and give back what is not trained."""
-        ...
-
-
-class Attempt(Protocol):
-    """One attempt at a unit: its identifier, and which claim of it."""
-
-    identifier: str
-    attempt: int
 
 
 class Session:
@@ -167,18 +112,18 @@ class Session:
         self._book = Book(self.learner_id, self.instance, "main", this_process())
         self._rolling = Rolling()
         self._untold: deque[Step] = deque()
-        self._thread = 0
+        self.thread = 0
         self._log_every = log_every
         self._implicit = _own
-        self._own = _own
+        self.own = _own
         self._stepped = False
         self._sources: dict[str, Source] = {}
         self._finished: set[str] = set()
         self._ended: Left = "early"
         self._entered = self._closed = False
-        self._pid = os.getpid()
+        self.pid = os.getpid()
         self._writer: LogWriter | None = None
-        self._restore_signal: Any = None
+        self._notice = PreemptionNotice()
         self._pace = Pace()
         self._last: dict[tuple[str, str, int], int] = {}
         self._book.rests = _own
@@ -187,7 +132,7 @@ class Session:
         self._units: Counter[str] = Counter()
         self._unbooked: set[str] = set()
         self._passing: list[Step] = []
-        self.lockstep: object = None
+        self.lockstep: Together | None = None
 
     # -- for the user ------------------------------------------------------------------------------------
 
@@ -359,23 +304,23 @@ class Session:
         return None if self.joined is None else self.joined.keys.run
 
     def __enter__(self) -> Self:
-        if self._pid != os.getpid():
+        if self.pid != os.getpid():
             raise ClosedError(
-                f"this session was made in process {self._pid}; make one in each training process"
+                f"this session was made in process {self.pid}; make one in each training process"
             )
         if self._entered or self._closed:
             raise ClosedError("this session was entered before; make a new Session for another stay")
         self._entered = True
-        self._thread = threading.get_ident()
-        if not self._own and find_session(self.learner_id, own=True) is not None:
+        self.thread = threading.get_ident()
+        if not self.own and ENTERED.find(self.learner_id, own=True) is not None:
             warnings.warn(
                 f"a queue of learner id {self.learner_id!r} is entered already, without this session: step() will "
                 "decide nothing for it; enter the session first: `with session, shared_queue(...) as queue`",
                 ShardQueueWarning,
                 stacklevel=2,
             )
-        _entered.add(self)
-        self._catch_sigterm()
+        ENTERED.add(self)
+        self._notice.catch()
         return self
 
     def replace(self) -> None:
@@ -387,22 +332,24 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._pid != os.getpid() or self._closed:
+        if self.pid != os.getpid() or self._closed:
             return
+        if self.lockstep is not None:
+            self.lockstep.leave(error)
         farewell_by = self.clock.monotonic() + FAREWELL
         try:
             for source in reversed(list(self._sources.values())):
                 source.close(failed=error is not None)
         finally:
-            self._closed, self._entered = not self._own, False
-            _entered.remove(self)
+            self._closed, self._entered = not self.own, False
+            ENTERED.remove(self)
             self._book.left = (
                 "error" if error is not None and not isinstance(error, GeneratorExit) else self._ended
             )
             if self._writer is not None:
                 self._writer.finish(farewell_by)
                 self._writer = None
-            self._release_sigterm()
+            self._notice.release()
 
     # -- for datasets ------------------------------------------------------------------------------------
 
@@ -648,29 +595,12 @@ class Session:
             self._untold.popleft()
 
     def _check_open(self) -> None:
-        if self._pid != os.getpid():
+        if self.pid != os.getpid():
             raise ClosedError(
-                f"this session belongs to process {self._pid}; make one in each training process"
+                f"this session belongs to process {self.pid}; make one in each training process"
             )
         if not self._entered or self._closed:
             raise ClosedError("this session is not entered; use it in a `with` block")
-
-    def _catch_sigterm(self) -> None:
-        """A preemption notice ends the `with` block in order, where nobody else has plans for the signal."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            self._restore_signal = signal.signal(signal.SIGTERM, _leave)
-
-    def _release_sigterm(self) -> None:
-        here = threading.current_thread() is threading.main_thread()
-        if (
-            here
-            and self._restore_signal is not None
-            and signal.getsignal(signal.SIGTERM) in (_leave, _leaving)
-        ):
-            signal.signal(signal.SIGTERM, self._restore_signal)
-        self._restore_signal = None
 
 
 def warn_twin(learner: str) -> None:
@@ -700,63 +630,3 @@ def _warn_unstepped(left: list[Step]) -> None:
         ShardQueueWarning,
         stacklevel=4,
     )
-
-
-def _leave(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-    """End the `with` block; a second notice must not cut short what the first began."""
-    signal.signal(number, _leaving)
-    raise SystemExit(128 + number)
-
-
-def _leaving(number: int, frame: FrameType | None) -> None:
-    """We are on our way."""
-
-
-class _Entered:
-    """The sessions entered in this process, by label."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._sessions: list[Session] = []
-
-    def add(self, session: Session) -> None:
-        with self._lock:
-            self._sessions.append(session)
-
-    def remove(self, session: Session) -> None:
-        with self._lock, suppress(ValueError):
-            self._sessions.remove(session)
-
-    def find(self, learner_id: str, own: bool) -> Session | None:
-        """The latest session of that label: the user's, or (`own`) one a feed made for itself."""
-        with self._lock:
-            for session in reversed(self._sessions):
-                mine = session._pid == os.getpid() and session.learner_id == learner_id
-                if mine and session._own is own:
-                    return session
-        return None
-
-    def here(self) -> Session | None:
-        """The latest session that the user entered in this thread."""
-        with self._lock:
-            for session in reversed(self._sessions):
-                mine = session._pid == os.getpid() and session._thread == threading.get_ident()
-                if mine and not session._own:
-                    return session
-        return None
-
-
-_entered = _Entered()
-find_session = _entered.find
-
-
-def warn_of_another_session(learner: str) -> None:
-    """Say that the session entered in this thread is not the one of the queue that begins."""
-    other = _entered.here()
-    if other is not None and other.learner_id != learner:
-        warnings.warn(
-            f"the entered session is of learner id {other.learner_id!r}, the queue of {learner!r}: the session will "
-            "know nothing of its batches, and step() decides nothing; give both one learner_id",
-            ShardQueueWarning,
-            stacklevel=5,
-        )

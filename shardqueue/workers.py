@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from shardqueue.mailbox import Mailbox
     from shardqueue.records import LogPage
     from shardqueue.run import Joined
-    from shardqueue.session import Source
+    from shardqueue.source import Source
     from shardqueue.units import Step
 
 logger = logging.getLogger("shardqueue")

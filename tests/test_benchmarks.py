@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -20,6 +22,7 @@ def test_claiming_costs_what_is_promised_at_any_scale() -> None:
     assert sum(row["reach"] is not None for row in found["rows"]) >= 4
 
 
+@pytest.mark.full
 def test_the_loader_benchmark_ends_with_one_line_of_json() -> None:
     command = [sys.executable, "-m", "benchmarks.loader", "--quick", "--only", "many_units"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)

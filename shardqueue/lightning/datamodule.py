@@ -1,6 +1,6 @@
 """`SharedQueueDataModule`: a Lightning Trainer's data, shared out through a queue.
 
-Training goes in lockstep (see `agreement`): the ranks of any strategy get as many batches. Validation, test and
+Training goes in lockstep (see `lockstep`): the ranks of any strategy get as many batches. Validation, test and
 prediction go by speed: every sample once, on one rank, and nobody waits for the slowest before the end; where the
 strategy has collectives in forward, the ranks take as many steps and the surplus ones are discarded.
 
@@ -24,14 +24,16 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import LightningDataModule
+from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
-from shardqueue.agreement import Lockstep, Ranks, batch_samples, shares
+from shardqueue.agreement import Ranks, batch_samples
 from shardqueue.dataset import SharedQueueDataset
 from shardqueue.errors import InvalidInputError
 from shardqueue.lightning.callback import SharedQueueCallback
 from shardqueue.lightning.evaluation import collectives_in_forward, discarded_step, quiet_buffers
 from shardqueue.lightning.leftovers import Leftovers
+from shardqueue.lockstep import Lockstep, shares
 from shardqueue.mailbox import open_mailbox
 from shardqueue.session import Session
 from shardqueue.units import Unit, check_int
@@ -232,6 +234,7 @@ class SharedQueueDataModule(LightningDataModule):
             bound = f"given, or set in setup(), where a Trainer asks for {stage}_dataloader"
             raise InvalidInputError(stage, None, bound, f"pass {stage}=")
         _refuse_shared_replicas(self._trainer)
+        _average_counts_exactly(self._trainer.strategy)
         if stage == "train":
             shares(self._feed(stage).dataset, self._trainer.world_size, self._uneven)
         self._feed(stage)
@@ -321,8 +324,9 @@ class SharedQueueDataModule(LightningDataModule):
             stay.leave(error)
 
     def _even(self, dataset: SharedQueueDataset) -> bool:
-        """Whether all ranks take as many evaluation steps."""
-        few = dataset.batches is not None and dataset.batches < self._trainer.world_size
+        """Whether all ranks take as many evaluation steps: where they must, or some would have none."""
+        ranks = self._trainer.world_size
+        few = dataset.batches is not None and min(dataset.batches, len(dataset.plan)) < ranks
         if few or self._even_evaluation is not None:
             return few or bool(self._even_evaluation)
         return collectives_in_forward(self._trainer) is not None
@@ -458,7 +462,7 @@ class _Stay:
         self.calm = ExitStack()
         self.session = Session(mailbox, learner_id)
         self._ranks = Ranks(dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
-        self.lockstep = Lockstep(self.session, self._ranks)
+        self.lockstep = self.session.lockstep = Lockstep(self.session, self._ranks)
         self._leftovers = Leftovers(mailbox)
         self._validated: list[str] = []
         self.session.__enter__()
@@ -486,7 +490,6 @@ class _Stay:
         """Give back what was not trained, and delete what nobody needs."""
         if error is None:
             self.settle()
-            self.lockstep.close()
             self.session.__exit__(None, None, None)
             self._ranks.gather({})  # so that nobody writes any more
             if self.passing and self._ranks.rank == 0 and self.session.joined is not None:
@@ -495,8 +498,6 @@ class _Stay:
             self._ranks.close()
         else:
             self.calm.close()
-            self.lockstep.explain(error)
-            self.lockstep.close()
             self.session.__exit__(type(error), error, error.__traceback__)
         self._leftovers.close()
 
@@ -528,6 +529,17 @@ def _refuse_shared_replicas(trainer: Trainer) -> None:
         bound = f"{trainer.world_size}, one replica of the model a rank"
         remedy = "use a strategy without tensor or pipeline parallelism"
         raise InvalidInputError("replicas", replicas, bound, remedy)
+
+
+def _average_counts_exactly(strategy: Any) -> None:
+    """Lightning divides a synchronised mean by the mean count of samples, and that it would truncate."""
+    if "reduce" not in vars(strategy):
+        strategy.reduce = partial(_reduce, strategy.reduce)
+
+
+def _reduce(reduce: Callable[..., T], tensor: Any, group: Any = None, reduce_op: Any = "mean") -> T:
+    counts = isinstance(tensor, Tensor) and not tensor.is_floating_point() and dist.is_initialized()
+    return reduce(tensor.double() if counts and reduce_op == "mean" else tensor, group, reduce_op)
 
 
 def _seeds(rank: int) -> Callable[[int], None] | None:

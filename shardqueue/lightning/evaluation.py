@@ -267,7 +267,7 @@ def _held(value: Any) -> Iterable[Any]:
 def _undo(value: Any) -> Iterator[Callable[[], object]]:
     """What puts a value back as it is now, what it holds aside."""
     if isinstance(value, torch.Tensor):
-        if not isinstance(value, Parameter) and not _is_freed(value):
+        if not isinstance(value, Parameter):
             yield partial(value.data.copy_, value.detach().clone())
     elif isinstance(value, np.ndarray):
         if value.flags.writeable and not isinstance(value, np.memmap):

@@ -35,7 +35,8 @@ class Recorder(LightningModule):
     def _note(self, stage: str, batch: torch.Tensor) -> torch.Tensor:
         self.seen.setdefault(stage, []).append([int(row) for row in batch[:, 0]])
         scale = torch.tensor([0.001, 1.0], device=batch.device)
-        return self.norm(self.layer(batch * scale))
+        output: torch.Tensor = self.norm(self.layer(batch * scale))
+        return output
 
     def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
         loss = self._note(f"train{self.current_epoch}", batch).square().mean()
@@ -60,6 +61,13 @@ class Recorder(LightningModule):
 
 def quiet_trainer(size: int, **settings: Any) -> Trainer:
     """A Trainer on `size` CPU ranks that writes nothing."""
-    given = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    given = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     strategy = "ddp" if size > 1 else "auto"
-    return Trainer(accelerator="cpu", devices=size, **{"strategy": strategy, "max_epochs": 1, **given, **settings})
+    return Trainer(
+        accelerator="cpu", devices=size, **{"strategy": strategy, "max_epochs": 1, **given, **settings}
+    )

@@ -180,14 +180,17 @@ def test_a_rank_may_have_no_step_at_all(ranks: Up) -> None:
     assert first == second
 
 
-def test_ranks_leave_the_quiet_on_their_own_and_whatever_happens(ranks: Up) -> None:
-    assert ranks(2).run(quieted) == [[(False, True), (True, True)]] * 2
-
-
-def quieted(rank: int) -> list[tuple[bool, bool]]:
-    """The switches of a DDP: inside, after a forward of rank 0 that raises; and afterwards."""
+def quieted(rank: int) -> tuple[list[tuple[bool, bool]], list[float]]:
+    """The switches of a DDP, inside and after a forward of rank 0 and an error; and what its buffers became."""
     torch.distributed.init_process_group("gloo")
-    replica = DistributedDataParallel(Classifier().layers)
+    layers = Classifier().layers
+    layers.register_buffer("turned", torch.zeros(2, 3).T)
+    layers.register_buffer("ignored", torch.zeros(()))
+    ignore = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    ignore(layers, ["ignored"])  # type: ignore[no-untyped-call]
+    replica = DistributedDataParallel(layers)
+    for buffer in (layers.turned, layers.ignored):
+        cast("Tensor", buffer).fill_(rank)
     trainer = cast("Trainer", SimpleNamespace(strategy=SimpleNamespace(model=replica)))
     seen = []
     with pytest.raises(LookupError), quiet_buffers(trainer):
@@ -195,7 +198,13 @@ def quieted(rank: int) -> list[tuple[bool, bool]]:
         with torch.no_grad():
             _ = rank == 0 and replica.eval()(batches(1)[0]["rows"])
         raise LookupError
-    return [*seen, (replica.broadcast_buffers, replica.require_forward_param_sync)]
+    seen.append((replica.broadcast_buffers, replica.require_forward_param_sync))
+    return seen, [float(buffer.sum()) for name, buffer in layers.named_buffers() if "." not in name]
+
+
+def test_quiet_makes_buffers_those_of_rank_0_and_ends_whatever_happens(ranks: Up) -> None:
+    switches = [(False, True), (True, True)]
+    assert ranks(2).run(quieted) == [(switches, [0, 0]), (switches, [0, 1])]
 
 
 # -- where steps must be even --------------------------------------------------------------------------------
@@ -504,10 +513,14 @@ class Custodian(LightningModule):
         self.gathered.untyped_storage().resize_(0)
         self.mapped = np.memmap(folder / "map", mode="w+", shape=(1,))
         self.service = SimpleNamespace(calls=0, lock=threading.Lock())
+        self.parameters_of_others = [nn.Parameter(torch.zeros(1))]
         self.steps = 0
 
+    @torch.no_grad()
     def validation_step(self, batch: Batch) -> None:
         self.steps += 1
+        self.latest, self.late = batch, nn.Linear(1, 1)
+        self.parameters_of_others[0].add_(1)
         self.gathered = torch.ones(3)
         self.mapped += 1
         self.service.calls += 1
@@ -529,8 +542,11 @@ def kept(rank: int, folder: Path) -> list[object]:
             yield from ()
 
     trainer.validate(module, Failing(), verbose=False)
-    return [module.steps, plain(module.gathered), plain(module.mapped), module.service.calls]
+    assert not hasattr(module, "latest")
+    assert not hasattr(module, "late")
+    others = [module.gathered, module.mapped, module.parameters_of_others[0], module.service.calls]
+    return [module.steps, *map(plain, others)]
 
 
 def test_what_is_not_the_module_s_own_is_left_alone_and_a_step_may_fail(ranks: Up, tmp_path: Path) -> None:
-    assert ranks(1).run(kept, tmp_path) == [[0, [1.0] * 3, [1], 1]]
+    assert ranks(1).run(kept, tmp_path) == [[0, [1.0] * 3, [1], [1.0], 1]]

@@ -1,0 +1,72 @@
+"""What a session knows of those it works with."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from shardqueue.units import Step
+
+
+class Source(Protocol):
+    """Where the batches of one pass come from, as the session sees it: a feed, or loader workers with feeds.
+
+    `tracked`: what reaches the loop is reported by `Session.track`. `manned`: somebody claims for it.
+    """
+
+    tracked: bool
+
+    @property
+    def manned(self) -> bool:
+        """Whether anybody claims for this source."""
+        ...
+
+    def poke(self) -> None:
+        """What the session allows has changed."""
+        ...
+
+    @property
+    def committed(self) -> int:
+        """Batches that are certainly ours: handed out, in hand, or of claims whose size is known."""
+        ...
+
+    @property
+    def events(self) -> int:
+        """Grows with every claim that is asked for, and every surplus given back."""
+        ...
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing that others may be waiting for is under way."""
+        ...
+
+    def took(self, step: Step, now: float, each: float | None) -> None:
+        """A tracked loop took a batch at `now`; it needs `each` seconds for one, None while that is not known."""
+        ...
+
+    def trained(self, step: Step) -> None:
+        """One batch that was handed out is trained."""
+        ...
+
+    def replace(self) -> None:
+        """Another source of this learner begins on the same pass: leave."""
+        ...
+
+    def close(self, failed: bool) -> None:
+        """Leave, and give back what is not trained."""
+        ...
+
+
+class Together(Protocol):
+    """Our place among ranks that step together (`lockstep.Lockstep`)."""
+
+    def leave(self, error: BaseException | None) -> None:
+        """The session is being left."""
+        ...
+
+
+class Attempt(Protocol):
+    """One attempt at a unit: its identifier, and which claim of it."""
+
+    identifier: str
+    attempt: int

@@ -1,0 +1,196 @@
+"""Where a rank that steps together with others has its batches from.
+
+From its loader, as long as that has any. Loader workers never wait for what others may give back; so at the end of a
+pass the training process claims for itself, with a feed that does (the *tail*).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch.utils.data import DataLoader
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from shardqueue.allowance import UNLIMITED, Allowance
+from shardqueue.errors import InvalidInputError, LoadError
+from shardqueue.feed import Feed, Place
+from shardqueue.learner import TAIL, seat
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from shardqueue.dataset import SharedQueueDataset
+    from shardqueue.session import Session
+
+PREFETCH = 2
+"""Loaded batches that may wait in the tail."""
+
+
+class Supply:
+    """One rank's batches of one pass: from its loader, and at the end from a feed that waits for what is given back.
+
+    Args:
+        share: batches this rank is allowed; None for no limit.
+
+    Attributes:
+        number: of the pass.
+        at_end: the loop has all it gets.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        dataset: SharedQueueDataset,
+        loader: Iterable[Any],
+        pass_: str,
+        share: int | None,
+    ) -> None:
+        self._session, self._dataset, self._loader = session, dataset, loader
+        self.pass_, self._share = pass_, share
+        self.number, self.at_end = dataset.next_pass, False
+        self._taken = self._from_loader = 0
+        self._tail_key = seat(pass_, TAIL)
+        self._tail: Feed | None = None
+        self._lifted = self._cut = False
+        workers = getattr(loader, "num_workers", 0) > 0
+        self._items: Iterator[Any] | None = session.walk(loader, [dataset] if workers else [])
+
+    @property
+    def assured(self) -> bool:
+        """Whether another batch will come, for sure."""
+        return self._taken < self._committed
+
+    @property
+    def _committed(self) -> int:
+        if self._items is None:
+            return self._from_loader + (0 if self._tail is None else self._tail.committed)
+        source = self._session.source_on(self.pass_)
+        return 0 if source is None else source.committed
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing that other ranks may be waiting for is under way."""
+        sources = [self._session.source_on(key) for key in (self.pass_, self._tail_key)]
+        return all(source.settled for source in sources if source is not None)
+
+    @property
+    def events(self) -> float:
+        """Grows with every claim."""
+        sources = [self._session.source_on(key) for key in (self.pass_, self._tail_key)]
+        return float(sum(source.events for source in sources if source is not None))
+
+    @property
+    def empty_looks(self) -> int:
+        """How often there was nothing to claim."""
+        return 0 if self._tail is None else self._tail.empty_looks
+
+    def cut(self) -> None:
+        """Others wait for what we may not take."""
+        if not self._cut and self._share is not None:
+            self._cut = True
+            self._session.allow(self.pass_, Allowance(self._share, cut=True))
+            if self._tail is not None:
+                self._session.allow(self._tail_key, Allowance(self._share - self._from_loader, cut=True))
+
+    def lift(self) -> None:
+        """From here on everything may be taken."""
+        self._lifted = True
+        if self._tail is not None:
+            self._session.allow(self._tail_key, UNLIMITED)
+            self._tail.wait_no_more()
+
+    def fetch(self, wait: bool) -> Any:
+        """The next item; None when there is none, or (not `wait`) none yet past the loader."""
+        if self._items is not None:
+            for item in self._items:
+                self._taken += 1
+                return item
+            self._items = None
+            self._from_loader = self._taken
+            if self._lifted or self._share == self._taken:
+                return None
+            self._begin_tail()
+        return self._from_tail(wait)
+
+    def fetch_promised(self) -> Any:
+        """The next item, which the others count on.
+
+        Raises:
+            LoadError: the loader does not give it.
+        """
+        item = self.fetch(wait=True)
+        if item is None:
+            raise LoadError(
+                f"the loader ended after {self._taken} batches, but this rank had claimed more; nothing between the "
+                "dataset and track may drop batches"
+            )
+        return item
+
+    def _begin_tail(self) -> None:
+        session, dataset = self._session, self._dataset
+        allowed = None if self._share is None else self._share - self._taken
+        session.allow(self._tail_key, Allowance(allowed, cut=self._cut))
+        place = Place(pass_=self.pass_, worker=TAIL, waits=True, stage=dataset.stage)
+        self._tail = Feed(dataset.plan, session, dataset.load_of(self.number), PREFETCH, None, place)
+        self._tail.tracked = True
+        self._tail.start()
+
+    def _from_tail(self, wait: bool) -> Any:
+        if self._tail is None:
+            return None
+        began = self._session.clock.monotonic()
+        try:
+            pair = self._tail.take() if wait else self._tail.take_if_ready()
+        except StopIteration:
+            return None
+        if pair is None:
+            return None
+        self._taken += 1
+        self._session.received(pair[0], self._session.clock.monotonic() - began)
+        return self._as_item(pair)
+
+    def sample(self) -> Any:
+        """Any batch, for a rank that has had none."""
+        plan = self._dataset.plan
+        for step, batch in self._dataset.load_of(self.number)(plan.value(0)):
+            return self._as_item((step, batch))
+        raise InvalidInputError(
+            "units", plan, "units that have batches", "check what load yields for the first one"
+        )
+
+    def _as_item(self, pair: tuple[Any, Any]) -> Any:
+        """What the loader would have made of it."""
+        loader = self._loader
+        if not isinstance(loader, DataLoader):
+            return pair
+        collate: Callable[[Any], Any] = loader.collate_fn
+        item = collate(pair if self._dataset.with_step else pair[1])
+        pinned = loader.pin_memory and torch.cuda.is_available()
+        return pin_memory(item) if pinned else item  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        """The loop is done with the pass: at its end, or before."""
+        items, self._items = self._items, None
+        if items is not None:
+            if self.at_end:
+                next(items, None)
+            cast("Any", items).close()
+        if self._tail is not None and self.at_end:
+            self._end_tail(self._tail)
+        elif self._tail is not None:
+            self._tail.stop()
+
+    def _end_tail(self, tail: Feed) -> None:
+        tail.wait_no_more()
+        try:
+            tail.take()
+        except StopIteration:
+            return
+
+    def dismiss(self) -> None:
+        """Another pass begins."""
+        self.close()
+        if self._tail is not None:
+            self._tail.close(failed=False)
+            self._tail = None
