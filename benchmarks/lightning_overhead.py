@@ -9,32 +9,45 @@
 
 A step of the first two computes next to nothing and then sleeps for 20 ms, so that two cores suffice. A step's time
 is that from its begin to the next one's. The sides take turns in ranks that stay up; of a run the median step counts,
-of the runs the median of what they differ by from the plain run of the same turn. Rows are the same and divide evenly;
-that each came exactly once is checked by value, and if not, the exit code is 1. A missed reach alone is marked, and
-fails only with `--strict`.
+of the runs the median of what they differ by from the plain run of the same turn. All train the same rows, which
+divide evenly; that each came exactly once is checked by value, and if not, the exit code is 1. A missed reach alone
+is marked, and fails only with `--strict`.
 """
 
 from __future__ import annotations
 
+import gc
+import logging
+import os
+import pickle
+import sys
+import tempfile
 import time
+import warnings
+from collections import Counter
 from dataclasses import dataclass, field
 from datetime import timedelta
-from statistics import median
+from itertools import chain, pairwise
+from pathlib import Path
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
+from torch.multiprocessing.spawn import start_processes
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from benchmarks.loader import Numbers, make_loader
+from benchmarks.report import Report, Row, options
 from shardqueue import Session, SharedQueueDataset
-from shardqueue.agreement import RankNumbers, Ranks
+from shardqueue.agreement import Ranks
+from shardqueue.agreement import Row as RankRow
 from shardqueue.lightning import SharedQueueCallback, SharedQueueDataModule
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
 STEP = 0.02
 """Seconds of a training step."""
@@ -78,7 +91,7 @@ class Run:
     def seconds(self) -> list[float]:
         """Of each timed step."""
         timed = self.began[WARM:]
-        return [after - before for before, after in zip(timed, timed[1:], strict=False)]
+        return [after - before for before, after in pairwise(timed)]
 
 
 def loss(model: torch.nn.Module, batch: torch.Tensor, pause: float) -> torch.Tensor:
@@ -162,7 +175,7 @@ def train(work: Work, run: Run, batches: Iterable[torch.Tensor], stepped: Callab
     for batch in batches:
         run.step(batch)
         optimizer.zero_grad()
-        loss(model, batch, work.pause).backward()
+        loss(model, batch, work.pause).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         stepped()
 
@@ -213,7 +226,7 @@ def time_agreements(times: int) -> dict[str, float]:
         dist.all_reduce(one)
 
     def agree() -> None:
-        ranks.begin(_Row()).rows()
+        ranks.begin(RankRow()).rows()
 
     found = {}
     for name, once in (("all-reduce", reduce), ("at once", agree)):
@@ -226,7 +239,7 @@ def time_agreements(times: int) -> dict[str, float]:
     seconds = []
     for _ in range(times // 10):
         began = time.perf_counter()
-        agreement = ranks.begin(_Row())
+        agreement = ranks.begin(RankRow())
         begun = time.perf_counter()
         time.sleep(STEP)
         slept = time.perf_counter()
@@ -259,7 +272,7 @@ def take_turns(sides: Sequence[Side], work: Work, turns: int, folder: str) -> di
             parts: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(parts, (run.seconds, run.seen))
             seconds, seen = zip(*parts, strict=True)
-            found[name].append(Turn(sum(seconds, []), sorted(sum(seen, []))))
+            found[name].append(Turn([*chain(*seconds)], sorted(chain(*seen))))
             gc.collect()  # loaders hold their workers
     return found
 
@@ -267,7 +280,8 @@ def take_turns(sides: Sequence[Side], work: Work, turns: int, folder: str) -> di
 def in_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> Any:
     """What rank 0 of so many forked ranks returns from a call that all of them make."""
     with tempfile.TemporaryDirectory() as folder:
-        start_processes(_rank, (size, folder, function, arguments), size, start_method="fork")
+        given = size, folder, function, arguments
+        start_processes(_rank, given, size, start_method="fork")  # type: ignore[no-untyped-call]
         return pickle.loads((Path(folder) / "found").read_bytes())
 
 

@@ -1,7 +1,8 @@
 """How many batches of a pass a learner may take.
 
-Ranks that step together need as many batches each. So a rank is allowed its share and gives the rest of a unit back
-when it claims it. Loader workers divide the share of their rank: a loader takes from each worker in turn.
+Ranks that step together need as many batches each. So a rank is allowed its share, and gives the rest of a unit back
+when it claims it. Shares add up to all there is: nobody can take what another one needs. Loader workers divide the
+share of their rank, since a loader takes from each worker in turn.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Allowance:
         return inf if self.batches is None else self.batches
 
     def part(self, number: int, parts: int) -> Allowance:
-        """The share of one of `parts` equal workers, counted from 0: the first ones get what does not divide."""
+        """The share of one of `parts`, counted from 0: the first ones get what does not divide."""
         if self.batches is None:
             return self
         return Allowance((self.batches - number + parts - 1) // parts, self.final, self.cut)

@@ -405,8 +405,7 @@ class Claims:
         )
 
     def _is_sized(self, claim: Claim) -> bool:
-        known = self.plan.batches(claim.position) is not None
-        return claim.loaded or claim.end is not None or known
+        return claim.loaded or self.plan.batches(claim.position) is not None
 
     @property
     def unclear(self) -> list[Claim]:
@@ -443,7 +442,7 @@ class Claims:
     def _plan_ahead(self, now: float) -> None:
         self._publish()
         if self._room <= 0.0:
-            self.exhausted = self._allowance.final and not self._asking
+            self.exhausted = self._allowance.final and self._certain
             self._wanting = None
             return
         wanted = self._wanted(now)
@@ -457,7 +456,7 @@ class Claims:
             return
         if self._parts > 1 and self.window.left * self.window.share < LAST:
             if self._part:
-                self.exhausted = self.yielded = not self._asking
+                self.exhausted = self.yielded = self._certain
                 return
             self._take_over()
         if self.window.front >= len(self.plan):
@@ -491,6 +490,12 @@ class Claims:
             position = self.plan.order(self.window.front)
             unit = batch * self._size(float(self.plan.batches(position) or 1), position)
             self.window.reserve(self.pace.low_water(now, tail=True) / max(1e-9, unit))
+
+    @property
+    def _certain(self) -> bool:
+        """Whether what we have of an allowance will not change: a unit of unknown size may turn out to be smaller."""
+        bounded = self._allowance.batches is not None
+        return not (self._asking or (bounded and not all(map(self._is_sized, self.hand))))
 
     @property
     def _room(self) -> float:
@@ -824,7 +829,7 @@ class Claims:
             return
         self.empty_looks += 1
         held = not self._allowance.final and self.empty_looks < HELD_LOOKS
-        self.exhausted = not (self.waits or held)
+        self.exhausted = self._certain and not (self.waits or held)
         self._next_look_back = now + self._pause
         self._pause = min(LOOK_BACK_EVERY, 2 * self._pause)
 

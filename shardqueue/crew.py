@@ -61,8 +61,10 @@ class Held:
     @property
     def sure(self) -> int:
         """Batches that are certainly ours."""
-        ends = (self.end, self.cut, self.due)
-        return next((end - self.begin for end in ends if end is not None), self.done - self.begin)
+        end = self.end
+        if end is None and self.due is not None:  # a unit of unknown size may end before it is cut
+            end = self.due if self.cut is None else self.cut
+        return (self.done if end is None else end) - self.begin
 
     @property
     def settled(self) -> bool:

@@ -28,7 +28,8 @@ from shardqueue.block import WORDS, WORKERS, Block, Doing, Pipe, iteration_key, 
 from shardqueue.crew import Crew
 from shardqueue.entered import find_session, warn_of_another_session
 from shardqueue.errors import ClosedError, InvalidInputError
-from shardqueue.feed import Feed, Place
+from shardqueue.feed import Feed
+from shardqueue.host import Place
 from shardqueue.learner import learner_label, new_instance
 from shardqueue.mailbox import open_mailbox
 from shardqueue.plan import Plan, check_identifier

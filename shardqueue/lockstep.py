@@ -1,10 +1,11 @@
 """Ranks that step together, as DistributedDataParallel needs it (*lockstep*): each gets as many batches.
 
-Of the N batches of a pass each of W ranks is allowed ceil(N / W). It claims them from the queue like any learner, and
-gives back what it claimed beyond that (see `allowance`); so all come to the last step, where up to W - 1 ranks have
-none and get their last batch again. Before each step the ranks agree that everyone has its batch, or on who has not;
-they start to while the step before is computed. Where a rank cannot tell yet that it will have a batch, as long as
-others have to give back what they may not take, the ranks go round until it has.
+Of the N batches of a pass each of W ranks is allowed N // W, and the first N mod W of them one more. It claims them
+from the queue like any learner, and gives back what it claimed beyond that (see `allowance`), for others to take. So
+all come to the last step, where up to W - 1 ranks have none and get their last batch again. Before each step the ranks
+agree that everyone has its batch, or on who has not; they start to while the step before is computed. Where a rank
+cannot tell yet that it will have a batch, as long as others have to give back what they may not take, the ranks go
+round until it has.
 
 The same numbers say how far everybody is, which sets the learning rate (`Agreed.progress`), and who is how fast. A
 rank that is gone is named from its log in the mailbox.
@@ -210,8 +211,9 @@ class Lockstep:
         """
         total, steps = shares(dataset, self.ranks.size, uneven, limit)
         pass_ = self._begin(dataset, {"total": total, "steps": steps, "uneven": uneven}, run)
-        self.session.allow(pass_, Allowance(steps))
-        supply = self._supplies[dataset.stage] = Supply(self.session, dataset, loader, pass_, steps)
+        share = Allowance(total).part(self.ranks.rank, self.ranks.size)
+        self.session.allow(pass_, share)
+        supply = self._supplies[dataset.stage] = Supply(self.session, dataset, loader, pass_, share.batches)
         with dataset.together():
             yield from self._steps(supply, dataset, total, steps)
 

@@ -14,7 +14,8 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from shardqueue.allowance import UNLIMITED, Allowance
 from shardqueue.errors import InvalidInputError, LoadError
-from shardqueue.feed import Feed, Place
+from shardqueue.feed import Feed
+from shardqueue.host import Place
 from shardqueue.learner import TAIL, seat
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class Supply:
         self._taken = self._from_loader = 0
         self._tail_key = seat(pass_, TAIL)
         self._tail: Feed | None = None
-        self._lifted = self._cut = False
+        self._lifted = self._cut = self._closed = False
         workers = getattr(loader, "num_workers", 0) > 0
         self._items: Iterator[Any] | None = session.walk(loader, [dataset] if workers else [])
 
@@ -171,6 +172,9 @@ class Supply:
 
     def close(self) -> None:
         """The loop is done with the pass: at its end, or before."""
+        if self._closed:
+            return
+        self._closed = True
         items, self._items = self._items, None
         if items is not None:
             if self.at_end:

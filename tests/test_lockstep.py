@@ -42,11 +42,18 @@ def check(case: Case, size: int, told: list[Epoch]) -> None:
 def test_every_batch_once_and_as_many_steps_on_every_rank(
     ranks: Up, size: int, workers: int, tmp_path: Path
 ) -> None:
-    cases = [
-        Case(shape, total, uneven, workers)
-        for shape in SHAPES
-        for total, uneven in ((23, "repeat"), (23, "drop"), (18, "repeat"))
-    ]
+    """Also with one batch more than divides, where only one rank has one at the last step."""
+    cases = [Case(shape, 22, workers=workers) for shape in SHAPES]
+    cases += [Case("tapered", 23, "drop", workers), Case("unknown", 18, "drop", workers)]
     told = ranks(size).run(all_trained, cases, str(tmp_path))
     for number, case in enumerate(cases):
         check(case, size, [rank[number][0] for rank in told])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_few_batches(ranks: Up, workers: int, tmp_path: Path) -> None:
+    """Fewer than ranks; one unit of everything, larger than anybody's share; as many as ranks."""
+    cases = [Case(shape, total, workers=workers) for shape in ("one", "unknown") for total in (1, 2, 3, 7)]
+    told = ranks(3).run(all_trained, cases, str(tmp_path))
+    for number, case in enumerate(cases):
+        check(case, 3, [rank[number][0] for rank in told])

@@ -348,10 +348,12 @@ class SharedQueueDataModule(LightningDataModule):
                 if stay.marks:
                     stay.pending = 0 if self.repeating else batch_samples(batch)
                 yield batch
+                stay.calm.close()
                 stay.settle()
 
     def _evaluate(self, stage: Stage) -> Iterator[Any]:
         stay, feed = self._enter(stage), self._feed(stage)
+        stay.calm.close()
         stay.settle()
         number, trainer = self._passes[stage], self._trainer
         self._passes[stage] += 1
@@ -377,7 +379,6 @@ class SharedQueueDataModule(LightningDataModule):
                     stay.pending = batch_samples(batch)
                 yield batch
                 stay.settle()
-        stay.calm.close()
 
     def _steps_allowed(self) -> int | None:
         """Steps of an epoch of training, at most."""
@@ -452,7 +453,8 @@ class _Stay:
         passing: the run is deleted afterwards, so it has a name of its own.
         marks: coming back for the next batch makes the last one trained, for want of a callback that says so.
         pending: samples of the batch that coming back would make trained.
-        calm: what is switched off in the model until an evaluation is over.
+        calm: what is switched off in the model until an evaluation is over. That is when training goes on: Lightning
+            may fetch a batch ahead, so the last step comes after the loader's end.
     """
 
     def __init__(self, mailbox: Mailbox, learner_id: str, passing: bool, marks: bool) -> None:
@@ -468,8 +470,7 @@ class _Stay:
         self.session.__enter__()
 
     def settle(self) -> None:
-        """The Trainer asks for another batch: it is done with the last one, and with an evaluation before."""
-        self.calm.close()
+        """The Trainer asks for another batch: it is done with the last one."""
         if self.pending is not None:
             samples, self.pending = self.pending, None
             self.session.step(samples=samples)
@@ -488,6 +489,7 @@ class _Stay:
 
     def leave(self, error: BaseException | None) -> None:
         """Give back what was not trained, and delete what nobody needs."""
+        self.calm.close()
         if error is None:
             self.settle()
             self.session.__exit__(None, None, None)
@@ -497,7 +499,6 @@ class _Stay:
             self._remove_validated()
             self._ranks.close()
         else:
-            self.calm.close()
             self.session.__exit__(type(error), error, error.__traceback__)
         self._leftovers.close()
 

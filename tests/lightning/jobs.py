@@ -15,7 +15,7 @@ from shardqueue.lightning import SharedQueueDataModule
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import LightningModule
     from ranks import Ranks
 
     Up = Callable[[int], Ranks]
@@ -49,7 +49,7 @@ class Ran:
     Attributes:
         seen: rows of each batch, by stage (and epoch of training).
         parameters: of the model, afterwards.
-        metrics: that the Trainer knows, afterwards.
+        metrics: that the Trainer knew after each verb.
         optimizer_steps: `trainer.global_step`.
         length: `trainer.num_training_batches`.
         outputs: of the last verb.
@@ -71,23 +71,21 @@ def run(rank: int, size: int, job: Job) -> Ran:
     """Do it, in this rank."""
     data, model = job.module(job.mailbox, **job.data), job.model()
     trainer = quiet_trainer(size, callbacks=[make() for make in job.callbacks], **job.trainer)
-    outputs = None
+    outputs: Any = None
+    metrics: dict[str, float] = {}
     for verb in job.verbs:
         outputs = getattr(trainer, verb)(model, datamodule=data)
+        metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()}
     ordered = data.in_order(outputs) if job.verbs[-1] == "predict" else []
-    return ran(trainer, model, outputs, ordered)
-
-
-def ran(trainer: Trainer, model: LightningModule, outputs: Any = None, ordered: Iterable[Any] = ()) -> Ran:
     parameters = [value.detach().reshape(-1) for value in model.parameters()]
     return Ran(
         seen=getattr(model, "seen", {}),
         parameters=torch.cat(parameters).tolist(),
-        metrics={name: float(value) for name, value in trainer.callback_metrics.items()},
+        metrics=metrics,
         optimizer_steps=trainer.global_step,
         length=trainer.num_training_batches,
         outputs=outputs,
-        ordered=list(ordered),
+        ordered=ordered,
         notes=getattr(model, "notes", None),
     )
 
