@@ -2,10 +2,10 @@
 
 Of the N batches of a pass each of W ranks is allowed N // W, and the first N mod W of them one more. It claims them
 from the queue like any learner, and gives back what it claimed beyond that (see `allowance`), for others to take. So
-all come to the last step, where up to W - 1 ranks have none and get their last batch again. Before each step the ranks
-agree that everyone has its batch, or on who has not; they start to while the step before is computed. Where a rank
-cannot tell yet that it will have a batch, as long as others have to give back what they may not take, the ranks go
-round until it has.
+all come to the last step, where up to W - 1 ranks have none and get their last batch again. Before each step the
+ranks agree that everyone has its batch, or on who has not; they start to while the step before is computed. Where a
+rank cannot tell yet that it will have a batch, as long as others have to give back what they may not take, the ranks
+go round until it has.
 
 The same numbers say how far everybody is, which sets the learning rate (`Agreed.progress`), and who is how fast. A
 rank that is gone is named from its log in the mailbox.
@@ -32,16 +32,18 @@ from shardqueue.errors import (
     ShardQueueError,
     ShardQueueWarning,
 )
+from shardqueue.learner import LOG_EVERY
 from shardqueue.peers import Peer, Peers
 from shardqueue.records import Manifest, RunKeys
 from shardqueue.run import Joined, check_manifest
 from shardqueue.supply import Supply
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Iterator, Mapping
+    from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 
     from shardqueue.agreement import Agreement
     from shardqueue.dataset import SharedQueueDataset
+    from shardqueue.peers import Gone
     from shardqueue.plan import Plan
     from shardqueue.session import Session
 
@@ -51,6 +53,8 @@ logger = logging.getLogger("shardqueue")
 
 NAMING = 15.0
 """Seconds for which a rank tries to tell who is gone, once the group is broken."""
+NAMED = 8
+"""Ranks that are named, at most."""
 SHARING = 10.0
 """Seconds for which a run that rank 0 opened may take to be seen through another rank's mailbox."""
 SOON, LATER = 0.001, 0.05
@@ -94,6 +98,9 @@ class Lockstep:
             RunError, MailboxError: rank 0 could not open it.
         """
         session = self.session
+        if session.log_every > LOG_EVERY and self.ranks.size > 1:
+            bound = f"at most {LOG_EVERY:g} seconds where ranks step together: their logs show that they are alive"
+            raise InvalidInputError("log_every", session.log_every, bound, "leave it out")
         joined, error = None, None
         if self.ranks.rank == 0:
             try:
@@ -170,7 +177,7 @@ class Lockstep:
         if self._peers is not None:
             gone = self._peers.look() if error is None else self._peers.watch(NAMING)
             if gone:
-                return PeerGoneError("; ".join(map(self._peers.describe, gone)))
+                return PeerGoneError(self._say(self._peers, gone))
         return error and PeerGoneError(f"a rank that steps together with this one is gone, or left: {error}")
 
     def leave(self, error: BaseException | None) -> None:
@@ -183,7 +190,12 @@ class Lockstep:
         if self._peers is not None and is_of_a_group(error):
             gone = self._peers.watch(NAMING)
             if error is not None and gone:
-                error.add_note("; ".join(map(self._peers.describe, gone)))
+                error.add_note(self._say(self._peers, gone))
+
+    @staticmethod
+    def _say(peers: Peers, gone: Sequence[Gone]) -> str:
+        more = f"; and {len(gone) - NAMED} more" if len(gone) > NAMED else ""
+        return "; ".join(map(peers.describe, gone[:NAMED])) + more
 
     # -- a pass ------------------------------------------------------------------------------------------
 

@@ -113,7 +113,7 @@ class Session:
         self._rolling = Rolling()
         self._untold: deque[Step] = deque()
         self.thread = 0
-        self._log_every = log_every
+        self.log_every = log_every
         self._implicit = _own
         self.own = _own
         self._stepped = False
@@ -467,7 +467,7 @@ class Session:
             if self._writer is None:
                 self.joined = joined
                 self._book.run_id, self._book.left = joined.manifest.run_id, None
-                self._writer = LogWriter(self, self.mailbox, joined.keys, self._log_every, self.clock)
+                self._writer = LogWriter(self, self.mailbox, joined.keys, self.log_every, self.clock)
             return self._writer.start(logged)
 
     def asked(self, pass_: str, claim: Attempt) -> None:

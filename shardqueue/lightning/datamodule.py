@@ -534,13 +534,14 @@ def _refuse_shared_replicas(trainer: Trainer) -> None:
 
 def _average_counts_exactly(strategy: Any) -> None:
     """Lightning divides a synchronised mean by the mean count of samples, and that it would truncate."""
+    reduce = strategy.reduce
+
+    def reduce_exactly(tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        counts = isinstance(tensor, Tensor) and not tensor.is_floating_point() and dist.is_initialized()
+        return reduce(tensor.double() if counts and reduce_op == "mean" else tensor, group, reduce_op)
+
     if "reduce" not in vars(strategy):
-        strategy.reduce = partial(_reduce, strategy.reduce)
-
-
-def _reduce(reduce: Callable[..., T], tensor: Any, group: Any = None, reduce_op: Any = "mean") -> T:
-    counts = isinstance(tensor, Tensor) and not tensor.is_floating_point() and dist.is_initialized()
-    return reduce(tensor.double() if counts and reduce_op == "mean" else tensor, group, reduce_op)
+        strategy.reduce = reduce_exactly  # no partial: Lightning copies what one holds at every `self.log`
 
 
 def _seeds(rank: int) -> Callable[[int], None] | None:

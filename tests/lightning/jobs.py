@@ -76,7 +76,7 @@ def run(rank: int, size: int, job: Job) -> Ran:
     for verb in job.verbs:
         outputs = getattr(trainer, verb)(model, datamodule=data)
         metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()}
-    ordered = data.in_order(outputs) if job.verbs[-1] == "predict" else []
+    ordered = data.in_order(outputs) if job.verbs[-1] == "predict" and outputs is not None else []
     parameters = [value.detach().reshape(-1) for value in model.parameters()]
     return Ran(
         seen=getattr(model, "seen", {}),
