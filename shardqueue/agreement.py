@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, fields, is_dataclass
 from datetime import timedelta
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -86,12 +88,13 @@ class Row:
     elapsed: float = 0.0
     units: float = 0.0
 
-    def numbers(self) -> list[float]:
+    def numbers(self) -> tuple[float, ...]:
         """The row of the table."""
-        return [float(getattr(self, field.name)) for field in fields(self)]
+        return _numbers(self)
 
 
 COLUMNS = len(fields(Row))
+_numbers = attrgetter(*(field.name for field in fields(Row)))
 
 
 class Ranks:
@@ -125,9 +128,9 @@ class Ranks:
 
     def begin(self, row: Row) -> Agreement:
         """Start to agree."""
-        table = torch.zeros(self.size, COLUMNS, dtype=torch.float64)
-        table[self.rank] = torch.tensor(row.numbers(), dtype=torch.float64)
-        return Agreement(self, table, self._sum(table))
+        table = np.zeros((self.size, COLUMNS))
+        table[self.rank] = row.numbers()
+        return Agreement(self, table, self._sum(torch.from_numpy(table)))
 
     def gather(self, said: Mapping[str, object]) -> list[dict[str, Any]]:
         """What each rank said, by rank; JSON."""
@@ -178,7 +181,7 @@ class Agreement:
     """One that is under way."""
 
     ranks: Ranks
-    table: torch.Tensor
+    table: np.ndarray[Any, Any]
     work: Any
 
     def rows(self) -> list[Row]:

@@ -280,6 +280,7 @@ class Lockstep:
                 item = supply.fetch(wait=False)
             row = self._row(supply, None)
             row.has, row.gave_up = float(item is not None), float(gave_up)
+            row.settled, row.events = float(supply.settled), supply.events
             rows = self.ranks.begin(row).rows()
             if sum(row.has for row in rows) >= needed and (not settled or all(row.settled for row in rows)):
                 return item, rows
@@ -321,8 +322,6 @@ class Lockstep:
         rates = self.session.rates
         return Row(
             has=float(supply.assured),
-            settled=float(supply.settled),
-            events=supply.events,
             size=0.0 if item is None or self.repeating else batch_samples(item),
             batches=rates.batches,
             samples=rates.samples,

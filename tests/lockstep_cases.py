@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import os
+import signal
+import threading
+import warnings
 from collections import Counter
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
+from learners import until
 from torch import distributed
 from torch.utils.data import DataLoader
 
-from shardqueue import Session, SharedQueueDataset, Unit, unit_grid
+from shardqueue import Session, SharedQueueDataset, Unit, open_mailbox, unit_grid
+from shardqueue.errors import ShardQueueWarning
+from shardqueue.mailbox.faults import Outage, Wrapper
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
 
     from shardqueue import Mailbox
 
@@ -173,3 +182,238 @@ def digest(model: torch.nn.Module) -> str:
     """The same for the same parameters, to the bit."""
     data = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
     return hashlib.blake2b(data).hexdigest()
+
+
+# -- faults ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong on one rank, the last one."""
+
+    kind: str
+    workers: int = 0
+
+
+def load_short(unit: Any) -> Iterator[tuple[int, torch.Tensor]]:
+    """One batch less than the plan says."""
+    yield from list(load(unit))[:-1]
+
+
+def load_long(unit: Any) -> Iterator[tuple[int, torch.Tensor]]:
+    """One batch more than the plan says."""
+    yield from load(unit)
+    yield 0, torch.tensor([0, 0])
+
+
+def load_broken(unit: Any) -> Iterator[tuple[int, torch.Tensor]]:
+    yield from list(load(unit))[:1]
+    raise LookupError("no such file")
+
+
+def with_a_fault(rank: int, fault: Fault, folder: str, size: int) -> list[Epoch]:
+    """Train with something amiss on the last rank, or with all."""
+    joined(rank)
+    case, name = Case("equal", 22, workers=fault.workers), f"rank-{rank}"
+    last, mailbox, read = rank == size - 1, f"{folder}/queue", load
+    if fault.kind == "short":
+        read = load_short
+    elif fault.kind == "long":
+        read = load_long
+    elif fault.kind == "too many":
+        case = replace(case, shape="unknown")
+    elif last:
+        if fault.kind == "uneven":
+            case = replace(case, uneven="drop")
+        elif fault.kind == "units":
+            case = replace(case, total=21)
+        elif fault.kind == "prefix":
+            mailbox = f"{folder}/elsewhere"
+        elif fault.kind == "broken":
+            read = load_broken
+    units, batches = plan(case.shape, case.total)
+    if fault.kind == "too many":
+        batches = case.total + size
+    dataset: Any = SharedQueueDataset(units, mailbox, read, name, batches=batches)
+    if fault.kind == "seed":
+        rows = torch.arange(44).reshape(22, 2)
+        dataset = SharedQueueDataset.from_dataset(
+            rows, mailbox, 1, shuffle=True, seed=int(last), with_step=True, learner_id=name
+        )
+    if fault.kind == "epoch" and last:
+        dataset.set_epoch(1)
+    loader = loader_of(dataset, case)
+    with Session(mailbox, name) as session:
+        return [one_epoch(session, loader, case, distributed.group.WORLD)]
+
+
+def beside_a_stranger(rank: int, case: Case, mailbox: str, flag: Path) -> list[Epoch]:
+    """Somebody outside the group claims in the run, and says by a file when that is done."""
+    joined(rank)
+    name = f"rank-{rank}"
+    loader, seen = loader_of(dataset_of(case, mailbox, name), case), Epoch()
+    with Session(mailbox, name) as session:
+        for _, batch in session.track(loader, group=distributed.group.WORLD):
+            seen.values.append((int(batch[0]), int(batch[1])))
+            session.step(samples=1)
+            until(flag.exists)
+    return [seen]
+
+
+def late(rank: int, mailbox: str, seconds: float) -> list[Epoch]:
+    """The last rank comes to its loop late."""
+    joined(rank)
+    if rank:
+        threading.Event().wait(seconds)
+    return trained(rank, Case("tapered", 22), mailbox)
+
+
+def stopping(rank: int, mailbox: str, how: str, at: int) -> list[Epoch]:
+    """The last rank is killed, raises, or sleeps for a while at a batch."""
+    joined(rank)
+    case, name = Case("equal", 40), f"rank-{rank}"
+    loader, seen = loader_of(dataset_of(case, mailbox, name), case), Epoch()
+    with Session(mailbox, name, log_every=0.5) as session:
+        for count, (_, batch) in enumerate(session.track(loader, group=distributed.group.WORLD)):
+            seen.values.append((int(batch[0]), int(batch[1])))
+            if count == at and rank == distributed.get_world_size() - 1:
+                if how == "raise":
+                    raise LookupError("the model exploded")
+                os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+            session.step(samples=1)
+    return [seen]
+
+
+# -- outside lockstep --------------------------------------------------------------------------------------
+
+
+def outside(
+    rank: int, mailbox: str, workers: int, context: str, track: bool, independent: bool
+) -> list[Value]:
+    """A plain DataLoader in a group of ranks."""
+    joined(rank)
+    units, _ = plan("equal", 22)
+    name = f"rank-{rank}"
+    dataset = SharedQueueDataset(units, mailbox, load, name, independent=independent)
+    loader = loader_of(dataset, Case(workers=workers, context=context))
+    got: list[Value] = []
+    session = Session(mailbox, name) if track else None
+    with session or nullcontext():
+        for _, batch in session.track(loader) if session else loader:
+            got.append((int(batch[0]), int(batch[1])))
+            if session:
+                session.step(samples=1)
+    del loader
+    gc.collect()
+    return got
+
+
+def subgroups(rank: int, folder: str, case: Case) -> list[Epoch]:
+    """Two groups of two, each a job of its own."""
+    joined(rank)
+    groups = [distributed.new_group([0, 1]), distributed.new_group([2, 3])]
+    name, mailbox = f"rank-{rank}", f"{folder}/{rank // 2}"
+    dataset = dataset_of(case, mailbox, name)
+    loader = loader_of(dataset, case)
+    with Session(mailbox, name) as session:
+        return [one_epoch(session, loader, case, groups[rank // 2]) for _ in range(case.epochs)]
+
+
+# -- a slow or silent mailbox ------------------------------------------------------------------------------
+
+
+def slowly(rank: int, case: Case, mailbox: str) -> list[Epoch]:
+    """Every call takes a while, and longer where a part of a unit is given back."""
+    store = Sluggish(open_mailbox(mailbox, prove=False))
+    return trained(rank, case, store)
+
+
+class Sluggish(Wrapper):
+    """A mailbox in which each call takes 20 ms, and giving back ten times as long."""
+
+    def _around(self, verb: str, name: str, forward: Callable[[], Any]) -> Any:
+        threading.Event().wait(0.2 if verb == "put_if_absent" and "back/" in name else 0.02)
+        return forward()
+
+
+def through_an_outage(rank: int, mailbox: str) -> list[Epoch]:
+    """The mailbox of one rank is away for a second, in the middle."""
+    joined(rank)
+    store = Outage(open_mailbox(mailbox, prove=False))
+    case, name = Case("equal", 40), f"rank-{rank}"
+    loader, seen = loader_of(dataset_of(case, store, name), case), Epoch()
+    with Session(store, name) as session:
+        for count, (_, batch) in enumerate(session.track(loader, group=distributed.group.WORLD)):
+            seen.values.append((int(batch[0]), int(batch[1])))
+            lockstep: Any = session.lockstep
+            seen.repeats.append(lockstep.repeating)
+            seen.progress.append(lockstep.agreed.progress)
+            session.step(samples=1)
+            if rank and count == 3:
+                store.down()
+                threading.Timer(1.0, store.up).start()
+    return [seen]
+
+
+# -- a model, and what the ranks know alike ----------------------------------------------------------------
+
+
+def fit(rank: int, case: Case, mailbox: str) -> tuple[list[str], int]:
+    """Train a DistributedDataParallel model; digests of its parameters after each epoch, and optimizer steps."""
+    joined(rank)
+    torch.manual_seed(rank)
+    model: Any = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1, dtype=torch.float64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    name, digests, steps = f"rank-{rank}", [], 0
+    loader = loader_of(dataset_of(case, mailbox, name), case)
+    with Session(mailbox, name) as session:
+        for _ in range(case.epochs):
+            for _, batch in session.track(loader, group=distributed.group.WORLD):
+                optimizer.zero_grad()
+                model(batch.double() / 10).square().mean().backward()
+                optimizer.step()
+                session.step(samples=1)
+                steps += 1
+            digests.append(digest(model))
+    del loader
+    gc.collect()
+    return digests, steps
+
+
+class Sizes:
+    """Collates to batches of so many samples, one after another."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.sizes = iter(sizes)
+
+    def __call__(self, pair: tuple[int, Any]) -> tuple[int, torch.Tensor]:
+        return pair[0], torch.zeros(next(self.sizes))
+
+
+def sized(rank: int, epochs: list[list[list[int]]], mailbox: str) -> list[str]:
+    """Batches of so many samples, by epoch and rank; what was warned of."""
+    joined(rank)
+    name, case = f"rank-{rank}", Case("equal", 2 * len(epochs[0][0]))
+    sizes = Sizes([size for epoch in epochs for size in epoch[rank]])
+    loader: Any = DataLoader(dataset_of(case, mailbox, name), batch_size=None, collate_fn=sizes)
+    with warnings.catch_warnings(record=True) as caught, Session(mailbox, name) as session:
+        warnings.simplefilter("always")
+        for _ in epochs:
+            for _ in session.track(loader, group=distributed.group.WORLD):
+                session.step(samples=1)
+    return [str(warning.message) for warning in caught if issubclass(warning.category, ShardQueueWarning)]
+
+
+def progressing(rank: int, units: Any, epochs: int, mailbox: str) -> list[tuple[int, int]]:
+    """Batches handed out before each step, over all epochs, and what `Agreed.progress` says then."""
+    joined(rank)
+    name, told = f"rank-{rank}", []
+    loader: Any = DataLoader(SharedQueueDataset(units, mailbox, load, name), batch_size=None)
+    with Session(mailbox, name) as session:
+        for _ in range(epochs):
+            for _ in session.track(loader, group=distributed.group.WORLD):
+                lockstep: Any = session.lockstep
+                agreed = lockstep.agreed
+                told.append((agreed.epoch * agreed.total + agreed.batches, agreed.progress))
+                session.step(samples=1)
+    return told

@@ -306,8 +306,7 @@ class World:
             found: list[Callable[[], object]] = []
             for rank in self.ranks:
                 rank.actions(found)
-            for at in range(len(self.flights)):
-                found.append(partial(self.fly, at))
+            found += [partial(self.fly, at) for at in range(len(self.flights))]
             self.events += 1
             assert self.events - self.last < STALLED, f"{self.job} stands still: {self.state()}"
             wakes = [m.wake for rank in self.ranks for m in rank.machines if not m.quiet]

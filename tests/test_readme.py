@@ -3,19 +3,60 @@
 from __future__ import annotations
 
 import re
+import socket
+import sys
 from pathlib import Path
 
 import pytest
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+YAML = re.findall(r"^```yaml\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 LOOP = next(block for block in BLOCKS if "session.step" in block)
+LIGHTNING = next(block for block in BLOCKS if "SharedQueueDataModule" in block)
+
+pytestmark = [
+    # Lightning 2.6 uses what torch 2.13 deprecates.
+    pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated"),
+    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
+]
 
 
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torchrun tells the only rank of a job."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    environment = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("number", range(len(BLOCKS)))
 def test_block_runs(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    exec(compile(BLOCKS[number], f"README.md, block {number + 1}", "exec"), {"__name__": "readme"})
+    exec(compile(BLOCKS[number], f"README.md, block {number + 1}", "exec"), {"__name__": "__main__"})
+
+
+def test_command_line_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("jsonargparse")
+    from lightning.pytorch.cli import LightningCLI
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "train.py").write_text(LIGHTNING)
+    (tmp_path / "train.yaml").write_text(YAML[0])
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # set by the command
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning's use of it
+    monkeypatch.setattr(sys, "argv", ["cli.py", "fit", "--config", "train.yaml"])
+    try:
+        cli = LightningCLI()
+    finally:
+        sys.modules.pop("train", None)
+    assert cli.trainer.global_step == 2 * 113
+    assert cli.trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.05 * 0.99**225)
 
 
 def _run_loop(prefix: str) -> dict[str, object]:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities.combined_loader import _shutdown_workers_and_reset_iterator
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
@@ -318,10 +319,15 @@ class SharedQueueDataModule(LightningDataModule):
     def _leave(self, error: BaseException | None) -> None:
         stay, self._stay, self.session = self._stay, None, None
         self.agreed = self.step = None
-        self._feeds, passes = {}, self._passes
-        passes.clear()
-        if stay is not None:
-            stay.leave(error)
+        loaders = [feed.loader for feed in self._feeds.values()]
+        self._feeds = {}
+        self._passes.clear()
+        try:
+            if stay is not None:
+                stay.leave(error)
+        finally:
+            for loader in loaders:  # collected later in a cycle, persistent workers would be waited for in vain
+                _shutdown_workers_and_reset_iterator(loader)
 
     def _even(self, dataset: SharedQueueDataset) -> bool:
         """Whether all ranks take as many evaluation steps: where they must, or some would have none."""
