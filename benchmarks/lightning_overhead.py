@@ -9,9 +9,9 @@
 
 A step of the first two computes next to nothing and then sleeps for 20 ms, so that two cores suffice. A step's time
 is that from its begin to the next one's. The sides take turns in ranks that stay up; of a run the median step counts,
-of the runs the median of what they differ by from the plain run of the same turn. All train the same rows, which
-divide evenly; that each came exactly once is checked by value, and if not, the exit code is 1. A missed reach alone
-is marked, and fails only with `--strict`.
+of the runs the median of what they differ by from the plain run of the same turn. Processor time tells the same on a
+busy machine. All train the same rows, which divide evenly; that each came exactly once is checked by value, and if
+not, the exit code is 1. A missed reach alone is marked, and fails only with `--strict`.
 """
 
 from __future__ import annotations
@@ -77,21 +77,27 @@ class Work:
 
 @dataclass(slots=True)
 class Run:
-    """What a rank did in a run: when its steps began, and which rows they had."""
+    """What a rank did in a run: when its steps began, by the clock and in its processor time, and their rows."""
 
     began: list[float] = field(default_factory=list)
+    used: list[float] = field(default_factory=list)
     seen: list[int] = field(default_factory=list)
 
     def step(self, batch: torch.Tensor) -> None:
         """A step begins."""
         self.began.append(time.perf_counter())
+        self.used.append(time.process_time())
         self.seen += batch.flatten().tolist()
 
     @property
     def seconds(self) -> list[float]:
         """Of each timed step."""
-        timed = self.began[WARM:]
-        return [after - before for before, after in pairwise(timed)]
+        return [after - before for before, after in pairwise(self.began[WARM:])]
+
+    @property
+    def processor(self) -> float:
+        """Seconds of processor time of a step, all threads of the rank together, its loader's workers not."""
+        return (self.used[-1] - self.used[WARM]) / len(self.seconds)
 
 
 def loss(model: torch.nn.Module, batch: torch.Tensor, pause: float) -> torch.Tensor:
@@ -255,9 +261,10 @@ def time_agreements(times: int) -> dict[str, float]:
 
 @dataclass(slots=True)
 class Turn:
-    """What all ranks did when it was one side's turn: seconds of each step, and the rows, sorted."""
+    """What all ranks did when it was one side's turn: as in `Run`, the rows sorted."""
 
     seconds: list[float]
+    processor: float
     seen: list[int]
 
 
@@ -270,9 +277,9 @@ def take_turns(sides: Sequence[Side], work: Work, turns: int, folder: str) -> di
             dist.barrier()
             side(work, run, f"{folder}/{name}-{turn}")
             parts: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(parts, (run.seconds, run.seen))
-            seconds, seen = zip(*parts, strict=True)
-            found[name].append(Turn([*chain(*seconds)], sorted(chain(*seen))))
+            dist.all_gather_object(parts, (run.seconds, run.processor, run.seen))
+            seconds, processor, seen = zip(*parts, strict=True)
+            found[name].append(Turn([*chain(*seconds)], fmean(processor), sorted(chain(*seen))))
             gc.collect()  # loaders hold their workers
     return found
 
@@ -352,7 +359,7 @@ class Overhead:
                 self._count(f"{title}, {side}", each, rows)
             plain = found.pop("plain")
             for side, each in found.items():
-                self._tell(f"{title}: {side}", each, plain, RATIO if pause and not self.quick else None)
+                self._tell(f"{title}: {side}", each, plain, pause, None if self.quick else RATIO)
 
     def _count(self, name: str, turns: list[Turn], rows: list[int]) -> None:
         """Report what was seen too often, or not at all."""
@@ -362,20 +369,26 @@ class Overhead:
                 twice, never = (found - wanted).total(), (wanted - found).total()
                 self.report.wrong.append(f"{name}: of {len(rows)} rows {twice} came too often, {never} never")
 
-    def _tell(self, name: str, ours: list[Turn], plain: list[Turn], reach: float | None) -> None:
-        pairs = [(median(our.seconds), median(their.seconds)) for our, their in zip(ours, plain, strict=True)]
-        more = [(our - their) * 1e6 for our, their in pairs]
-        means = [
-            (fmean(our.seconds) - fmean(their.seconds)) * 1e6 for our, their in zip(ours, plain, strict=True)
-        ]
-        step = median(their for _, their in pairs)
-        if reach or step >= STEP:
-            ratios = [our / their for our, their in pairs]
-            against = f"plain {step * 1e3:.2f} ms; {len(ratios)} turns {min(ratios):.3f} to {max(ratios):.3f}"
+    def _tell(
+        self, name: str, ours: list[Turn], plain: list[Turn], pause: float, reach: float | None
+    ) -> None:
+        pairs = list(zip(ours, plain, strict=True))
+        steps = [(median(our.seconds) * 1e6, median(their.seconds) * 1e6) for our, their in pairs]
+        means = [(fmean(our.seconds) * 1e6, fmean(their.seconds) * 1e6) for our, their in pairs]
+        processor = [(our.processor * 1e6, their.processor * 1e6) for our, their in pairs]
+        if pause:
+            ratios = [our / their for our, their in steps]
+            against = f"{len(ratios)} turns {min(ratios):.3f} to {max(ratios):.3f}"
             self.report.add(Row(f"{name}, median step over plain", median(ratios), "x plain", reach, against))
-        against = f"plain {step * 1e6:.0f}; {len(more)} turns {min(more):.0f} to {max(more):.0f}; "
-        against += f"of mean steps {median(means):.0f}"
-        self.report.add(Row(f"{name}, more a step", median(more), "us/step", None, against))
+        self._tell_more(f"{name}, more a median step", steps)
+        self._tell_more(f"{name}, more a mean step", means)
+        self._tell_more(f"{name}, more processor time", processor)
+
+    def _tell_more(self, name: str, pairs: list[tuple[float, float]]) -> None:
+        more = [our - their for our, their in pairs]
+        plain = median(their for _, their in pairs)
+        against = f"plain {plain:.0f}; {len(more)} turns {min(more):.0f} to {max(more):.0f}"
+        self.report.add(Row(name, median(more), "us/step", None, against))
 
 
 CASES = ("trainer", "loop", "idle", "agreement")

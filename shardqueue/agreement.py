@@ -130,25 +130,24 @@ class Ranks:
         """Start to agree."""
         table = np.zeros((self.size, COLUMNS))
         table[self.rank] = row.numbers()
-        return Agreement(self, table, self._sum(torch.from_numpy(table)))
+        return Agreement(self, table, self._sum(table))
 
     def gather(self, said: Mapping[str, object]) -> list[dict[str, Any]]:
         """What each rank said, by rank; JSON."""
-        data = torch.frombuffer(bytearray(json.dumps(said).encode()), dtype=torch.uint8)
-        sizes = torch.zeros(self.size, dtype=torch.int64)
+        data = json.dumps(said).encode()
+        sizes = np.zeros(self.size, np.int64)
         sizes[self.rank] = len(data)
         self.wait(self._sum(sizes))
-        table = torch.zeros(self.size, int(sizes.max()), dtype=torch.uint8)
-        table[self.rank, : len(data)] = data
+        table = np.zeros((self.size, sizes.max()), np.uint8)
+        table[self.rank, : len(data)] = np.frombuffer(data, np.uint8)
         self.wait(self._sum(table))
-        rows = zip(table, sizes.tolist(), strict=True)
-        return [json.loads(bytes(row[:size].tolist())) for row, size in rows]
+        return [json.loads(row[:size].tobytes()) for row, size in zip(table, sizes, strict=True)]
 
-    def _sum(self, table: torch.Tensor) -> Any:
+    def _sum(self, table: np.ndarray[Any, Any]) -> Any:
         if self._group is None:
             return None
         try:
-            return dist.all_reduce(table, group=self._group, async_op=True)
+            return dist.all_reduce(torch.from_numpy(table), group=self._group, async_op=True)
         except RuntimeError as error:
             raise self._lost(error) from error
 

@@ -212,7 +212,7 @@ class Claims:
         self._part, self._parts = part, parts
         self._allowance = UNLIMITED
         self._done = 0.0
-        self._surpluses = 0
+        self._surpluses = self._owed = 0
         self._cut: list[Claim] = []
         self._given: list[Claim] = []
         self._pause = LOOK_BACK_SOON
@@ -397,9 +397,14 @@ class Claims:
         return self._sequence + self._surpluses
 
     @property
+    def owes(self) -> bool:
+        """Whether a surplus has still to be given back."""
+        return self._owed > 0
+
+    @property
     def settled(self) -> bool:
         """Whether every claim that was asked for is decided, and every surplus can be taken by others."""
-        return not self._asking and all(
+        return not (self._asking or self.owes) and all(
             claim.state is State.OURS and (claim.given if claim.end is not None else self._is_sized(claim))
             for claim in self.hand
         )
@@ -686,11 +691,13 @@ class Claims:
     def _give_surplus(self, claim: Claim) -> None:
         assert claim.end is not None
         self._surpluses += 1
+        self._owed += 1
         self._cut.append(claim)
         self.asks.ask(self._back(claim, claim.end, SURPLUS), partial(self._gave, claim))
 
     def _gave(self, claim: Claim, answer: Answer, now: float) -> None:  # noqa: ARG002
         claim.given = True
+        self._owed -= 1
         self._given.append(claim)
 
     # -- looking -----------------------------------------------------------------------------------------

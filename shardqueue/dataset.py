@@ -204,7 +204,8 @@ class SharedQueueDataset(IterableDataset[Any]):
     def _move_in(self) -> None:
         """This process is the training process now, and knows nothing of what another one did."""
         self.learner_id = learner_label(self._given_id)
-        self._memory: Any = torch.zeros(WORDS, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        memory: Any = torch.zeros(WORDS, dtype=torch.int64, device="cpu")
+        self._memory = memory.share_memory_()
         self._ends: tuple[Connection, Connection] = multiprocessing.Pipe(duplex=False)
         self._connect()
         self._block.own(new_instance())

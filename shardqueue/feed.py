@@ -30,7 +30,7 @@ from shardqueue.claims import Claim, Claims, Owner, State
 from shardqueue.errors import ClosedError, LoadError
 from shardqueue.farewell import Returned, offer, say
 from shardqueue.host import MAIN, Place
-from shardqueue.learner import TAIL, seat, seen_here
+from shardqueue.learner import seat, seen_here
 from shardqueue.loading import Loaded, Reader
 from shardqueue.run import Opening, check_joined, new_manifest
 from shardqueue.session import FIRST_LOG, warn_twin
@@ -205,7 +205,8 @@ class Feed:
             return None
 
     def _end(self) -> None:
-        if not self.over and not self._handed_out and self._place.worker != TAIL:
+        allowed = self._host.allowance(self._seat).batches
+        if not self.over and not self._handed_out and allowed is None:
             logger.warning("%s: nothing was left to claim in run %s", self._owner.learner, self._host.run)
         self.over = True
 
@@ -235,7 +236,7 @@ class Feed:
     def _exhausted(self) -> bool:
         claims = self._claims
         nothing_waits = not (self._buffer or self._to_load or self._reader)
-        return claims is not None and claims.exhausted and nothing_waits
+        return claims is not None and claims.exhausted and nothing_waits and not claims.owes
 
     def took(self, step: Step, now: float, each: float | None) -> None:
         """A tracked loop took a batch; it was timed when it was handed out."""

@@ -153,12 +153,11 @@ class Supply:
 
     def sample(self) -> Any:
         """Any batch, for a rank that has had none."""
-        plan = self._dataset.plan
-        for step, batch in self._dataset.load_of(self.number)(plan.value(0)):
-            return self._as_item((step, batch))
-        raise InvalidInputError(
-            "units", plan, "units that have batches", "check what load yields for the first one"
-        )
+        plan, load = self._dataset.plan, self._dataset.load_of(self.number)
+        for position in range(len(plan)):
+            for step, batch in load(plan.value(position)):
+                return self._as_item((step, batch))
+        raise InvalidInputError("units", plan, "units of which one has a batch", "check what load yields")
 
     def _as_item(self, pair: tuple[Any, Any]) -> Any:
         """What the loader would have made of it."""

@@ -7,20 +7,22 @@ import hashlib
 import os
 import signal
 import threading
+import traceback
 import warnings
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from learners import until
 from torch import distributed
 from torch.utils.data import DataLoader
 
-from shardqueue import Session, SharedQueueDataset, Unit, open_mailbox, unit_grid
-from shardqueue.errors import ShardQueueWarning
+from shardqueue import Session, SharedQueueDataset, Unit, agreement, lockstep, open_mailbox, unit_grid
+from shardqueue.errors import MailboxUnavailableError, ShardQueueWarning
 from shardqueue.mailbox.faults import Outage, Wrapper
 
 if TYPE_CHECKING:
@@ -149,6 +151,8 @@ def trained(rank: int, case: Case, mailbox: str | Mailbox) -> list[Epoch]:
             if case.set_epoch:
                 dataset.set_epoch(2 * epoch)
             epochs.append(one_epoch(session, loader, case, distributed.group.WORLD, first=not epoch))
+    if case.persistent:
+        loader._iterator._shutdown_workers()  # collected in a cycle, it would wait 5 s for each
     del loader
     gc.collect()
     return epochs
@@ -211,6 +215,23 @@ def load_broken(unit: Any) -> Iterator[tuple[int, torch.Tensor]]:
     raise LookupError("no such file")
 
 
+@contextmanager
+def letting_go() -> Iterator[None]:
+    """Free the loader that an error's traceback holds: collected in a cycle, it waits 5 s for each worker."""
+    try:
+        yield
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)
+        raise
+
+
+@contextmanager
+def impatient() -> Iterator[None]:
+    """Look after a second, not several, who is gone or has another prefix."""
+    with patch.object(lockstep, "SHARING", 1.0), patch.object(agreement, "PATIENCE", 1.0):
+        yield
+
+
 def with_a_fault(rank: int, fault: Fault, folder: str, size: int) -> list[Epoch]:
     """Train with something amiss on the last rank, or with all."""
     joined(rank)
@@ -227,7 +248,7 @@ def with_a_fault(rank: int, fault: Fault, folder: str, size: int) -> list[Epoch]
             case = replace(case, uneven="drop")
         elif fault.kind == "units":
             case = replace(case, total=21)
-        elif fault.kind == "prefix":
+        elif fault.kind in ("prefix", "other run"):
             mailbox = f"{folder}/elsewhere"
         elif fault.kind == "broken":
             read = load_broken
@@ -243,7 +264,7 @@ def with_a_fault(rank: int, fault: Fault, folder: str, size: int) -> list[Epoch]
     if fault.kind == "epoch" and last:
         dataset.set_epoch(1)
     loader = loader_of(dataset, case)
-    with Session(mailbox, name) as session:
+    with letting_go(), impatient(), Session(mailbox, name) as session:
         return [one_epoch(session, loader, case, distributed.group.WORLD)]
 
 
@@ -273,7 +294,7 @@ def stopping(rank: int, mailbox: str, how: str, at: int) -> list[Epoch]:
     joined(rank)
     case, name = Case("equal", 40), f"rank-{rank}"
     loader, seen = loader_of(dataset_of(case, mailbox, name), case), Epoch()
-    with Session(mailbox, name, log_every=0.5) as session:
+    with impatient(), Session(mailbox, name, log_every=0.5) as session:
         for count, (_, batch) in enumerate(session.track(loader, group=distributed.group.WORLD)):
             seen.values.append((int(batch[0]), int(batch[1])))
             if count == at and rank == distributed.get_world_size() - 1:
@@ -298,7 +319,7 @@ def outside(
     loader = loader_of(dataset, Case(workers=workers, context=context))
     got: list[Value] = []
     session = Session(mailbox, name) if track else None
-    with session or nullcontext():
+    with letting_go(), session or nullcontext():
         for _, batch in session.track(loader) if session else loader:
             got.append((int(batch[0]), int(batch[1])))
             if session:
@@ -322,9 +343,9 @@ def subgroups(rank: int, folder: str, case: Case) -> list[Epoch]:
 # -- a slow or silent mailbox ------------------------------------------------------------------------------
 
 
-def slowly(rank: int, case: Case, mailbox: str) -> list[Epoch]:
-    """Every call takes a while, and longer where a part of a unit is given back."""
-    store = Sluggish(open_mailbox(mailbox, prove=False))
+def over(rank: int, kind: str, case: Case, mailbox: str) -> list[Epoch]:
+    """Train over a mailbox that is slow, or fails at first, above all where a part of a unit is given back."""
+    store = {"slow": Sluggish, "failing": Unwilling}[kind](open_mailbox(mailbox))
     return trained(rank, case, store)
 
 
@@ -336,10 +357,22 @@ class Sluggish(Wrapper):
         return forward()
 
 
+class Unwilling(Wrapper):
+    """A mailbox that fails the first time that something is given back."""
+
+    refused = False
+
+    def _around(self, verb: str, name: str, forward: Callable[[], Any]) -> Any:
+        if verb == "put_if_absent" and "back/" in name and not self.refused:
+            self.refused = True
+            raise MailboxUnavailableError("made up by the test")
+        return forward()
+
+
 def through_an_outage(rank: int, mailbox: str) -> list[Epoch]:
     """The mailbox of one rank is away for a second, in the middle."""
     joined(rank)
-    store = Outage(open_mailbox(mailbox, prove=False))
+    store = Outage(open_mailbox(mailbox))
     case, name = Case("equal", 40), f"rank-{rank}"
     loader, seen = loader_of(dataset_of(case, store, name), case), Epoch()
     with Session(store, name) as session:
@@ -386,7 +419,7 @@ class Sizes:
     def __init__(self, sizes: list[int]) -> None:
         self.sizes = iter(sizes)
 
-    def __call__(self, pair: tuple[int, Any]) -> tuple[int, torch.Tensor]:
+    def __call__(self, pair: Any) -> Any:
         return pair[0], torch.zeros(next(self.sizes))
 
 

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,3 +34,29 @@ def test_the_loader_benchmark_ends_with_one_line_of_json() -> None:
     assert [row["unit"] for row in found["rows"]] == ["MB", "s", "MB", "s"]
     assert all(row.keys() == {"case", "value", "unit", "reach", "against"} for row in found["rows"])
     assert len(lines) == len(found["rows"]) + 2  # a heading, a line a row, and the JSON: nothing was WRONG
+
+
+def test_what_the_ranks_of_lockstep_tell_each_other_is_measured() -> None:
+    rows = lightning_overhead("--only", "agreement")
+    assert [row["case"].partition(",")[0] for row in rows] == 2 * ["agreement of 2 ranks"] + 2 * [
+        "agreement of 4 ranks"
+    ]
+
+
+@pytest.mark.full
+def test_lockstep_trains_every_row_that_plain_ddp_trains() -> None:
+    rows = lightning_overhead()
+    assert sum(row["unit"] == "x plain" for row in rows) == 3
+
+
+def lightning_overhead(*arguments: str) -> list[dict[str, Any]]:
+    """Run it; return its rows if nothing was WRONG."""
+    command = [sys.executable, "-m", "benchmarks.lightning_overhead", "--quick", *arguments]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    lines = ended.stdout.splitlines()
+    found = json.loads(lines[-1])
+    assert found["benchmark"] == "lightning_overhead"
+    assert len(lines) == len(found["rows"]) + 2
+    rows: list[dict[str, Any]] = found["rows"]
+    return rows

@@ -23,10 +23,10 @@ from lockstep_cases import (
     late,
     load,
     outside,
+    over,
     plan,
     progressing,
     sized,
-    slowly,
     stopping,
     subgroups,
     through_an_outage,
@@ -98,7 +98,9 @@ def test_few_batches(ranks: Up, workers: int, tmp_path: Path) -> None:
         pytest.param(Case("equal", 22, workers=3, epochs=2, in_order=False), id="out of order"),
         pytest.param(Case("equal", 22, workers=2, epochs=2, accumulate=3), id="gradient accumulation"),
         pytest.param(
-            Case("tapered", 22, workers=2, epochs=2, context="spawn", persistent=True), id="spawned"
+            Case("tapered", 22, workers=2, epochs=2, context="spawn", persistent=True),
+            id="spawned",
+            marks=pytest.mark.full,
         ),
     ],
 )
@@ -142,10 +144,20 @@ def test_parameters_are_the_same_on_all_ranks(ranks: Up, size: int, tmp_path: Pa
 # -- a mailbox that is slow, or away ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", ["one", "unknown"])
-def test_surplus_that_is_given_back_late_is_waited_for(ranks: Up, shape: str, tmp_path: Path) -> None:
-    case = Case(shape, 13)
-    check(case, 3, [rank[0] for rank in ranks(3).run(slowly, case, str(tmp_path / "queue"))])
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [
+        ("slow", Case("one", 13)),
+        ("slow", Case("unknown", 13)),
+        ("failing", Case("one", 3, workers=2)),  # its worker has all it may have, and ends
+    ],
+    ids=["slow", "slow, unknown", "failing"],
+)
+def test_surplus_that_is_given_back_late_is_waited_for(
+    ranks: Up, kind: str, case: Case, tmp_path: Path
+) -> None:
+    told = ranks(3).run(over, kind, case, str(tmp_path / "queue"), patience=SOON)
+    check(case, 3, [rank[0] for rank in told])
 
 
 def test_an_outage_in_the_middle_is_sat_out(ranks: Up, tmp_path: Path) -> None:
@@ -162,42 +174,44 @@ def said(outcomes: list[Outcome]) -> list[tuple[str, str]]:
 
 
 SETTINGS = {
-    "uneven": ["uneven|steps"],
-    "units": ["plan|total"],
-    "seed": ["plan differs between ranks: rank 0 has .*rank 1"],
-    "epoch": ["pass differs between ranks: rank 0 has .*rank 1"],
-    "prefix": [
-        "run 1, which rank 0 opened in .*queue.*, is not what rank 1 finds in .*elsewhere.*is not there"
-    ],
+    "uneven": "uneven|steps",
+    "units": "plan|total",
+    "seed": "plan differs between ranks: rank 0 has .*rank 1",
+    "epoch": "pass differs between ranks: rank 0 has .*rank 1",
+    "other run": "run 1, .*, is not what rank 1 finds in .*elsewhere.*another run, opened by old",
+    "prefix": "run 1, .*queue.*, is not what rank 1 finds in .*elsewhere.*is not there",
 }
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_settings_that_differ_are_named_on_every_rank(ranks: Up, kind: str, tmp_path: Path) -> None:
+    if kind == "other run":
+        units: Any = plan("equal", 22)[0]
+        with shared_queue(units, tmp_path / "elsewhere", "old", load) as older:
+            next(iter(older))
     outcomes = ranks(2).outcomes(with_a_fault, Fault(kind), str(tmp_path), 2, patience=SOON)
     assert [name for name, _ in said(outcomes)] == ["AgreementError"] * 2, said(outcomes)
-    (pattern,) = SETTINGS[kind]
     for _, text in said(outcomes):
-        assert re.search(pattern, text)
+        assert re.search(SETTINGS[kind], text)
+
+
+LOADS = {
+    "short": "LoadError: load gave 3 batches for unit .*, the plan says 4",
+    "long": "LoadError: load gave 5 batches for unit .*, the plan says 4",
+    "too many": "AgreementError: .*nothing is left to claim: the plan promises more batches",
+    "broken": "LookupError: no such file",
+}
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize(
-    ("kind", "culprit"),
-    [
-        ("short", "LoadError: load gave 3 batches for unit .*, the plan says 4"),
-        ("long", "LoadError: load gave 5 batches for unit .*, the plan says 4"),
-        ("too many", "AgreementError: .*nothing is left to claim: the plan promises more batches"),
-        ("broken", "LookupError: no such file"),
-    ],
-)
+@pytest.mark.parametrize("kind", LOADS)
 def test_a_load_at_fault_is_an_error_on_every_rank(
-    ranks: Up, kind: str, culprit: str, workers: int, tmp_path: Path
+    ranks: Up, kind: str, workers: int, tmp_path: Path
 ) -> None:
     outcomes = ranks(2).outcomes(with_a_fault, Fault(kind, workers), str(tmp_path), 2, patience=SOON)
     found = [f"{name}: {text}" for name, text in said(outcomes)]
     assert all(outcome.kind == "raised" for outcome in outcomes), found
-    assert any(re.search(f"(?s){culprit}", text) for text in found), found
+    assert any(re.search(f"(?s){LOADS[kind]}", text) for text in found), found
 
 
 def test_batches_that_somebody_else_has_are_missed_by_all(ranks: Up, tmp_path: Path) -> None:
@@ -205,7 +219,7 @@ def test_batches_that_somebody_else_has_are_missed_by_all(ranks: Up, tmp_path: P
     case = Case("equal", 60)
 
     def take_some() -> None:
-        mailbox = open_mailbox(queue, prove=False)
+        mailbox = open_mailbox(queue)
         until(lambda: mailbox.get("runs/1.json") is not None)
         units: Any = plan(case.shape, case.total)[0]
         with Session(queue, "x") as session, shared_queue(units, queue, "x", load, run="1") as rest:
@@ -222,7 +236,7 @@ def test_batches_that_somebody_else_has_are_missed_by_all(ranks: Up, tmp_path: P
     assert all("somebody else claims in this run" in text for _, text in said(outcomes))
 
 
-@pytest.mark.parametrize("seconds", [2.0, pytest.param(30.0, marks=pytest.mark.full)])
+@pytest.mark.parametrize("seconds", [1.0, pytest.param(30.0, marks=pytest.mark.full)])
 def test_a_rank_that_starts_late_is_waited_for(ranks: Up, seconds: float, tmp_path: Path) -> None:
     told = ranks(2).run(late, str(tmp_path / "queue"), seconds)
     check(Case("tapered", 22), 2, [rank[0] for rank in told])
@@ -248,15 +262,16 @@ def test_a_rank_that_raises_is_named_by_the_others(ranks: Up, tmp_path: Path) ->
         assert "left with an error" in text
 
 
-def test_a_rank_that_is_stopped_for_a_while_is_waited_for(ranks: Up, tmp_path: Path) -> None:
-    """For longer than the others wait before they look who is gone."""
+@pytest.mark.parametrize("seconds", [2.5, pytest.param(8.0, marks=pytest.mark.full)])
+def test_a_rank_that_is_stopped_for_a_while_is_waited_for(ranks: Up, seconds: float, tmp_path: Path) -> None:
+    """Also for longer than the others wait before they look who is gone."""
     group = ranks(2)
     group.run(joined)
     victim = group.pids[1]
 
     def wake() -> None:
         until(lambda: Path(f"/proc/{victim}/stat").read_text().rpartition(")")[2].split()[0] == "T")
-        threading.Event().wait(6.5)
+        threading.Event().wait(seconds)
         os.kill(victim, signal.SIGCONT)
 
     waker = Task(wake)
@@ -309,11 +324,11 @@ def test_progress_depends_on_the_batches_alone(ranks: Up, lanes: int, tmp_path: 
     assert found == {batches: batches // lanes for batches in found}
 
 
-SHORT_LAST = [[4, 4, 4], [4, 4, 1]]
-DIFFERENT = [[4, 4, 4], [4, 1, 1]]
+ONE_SHORT = [[4, 4, 4, 4], [4, 1, 4, 4]]
+DIFFERENT = [[4, 4, 4, 4], [4, 1, 1, 1]]
 
 
-@pytest.mark.parametrize(("epochs", "warned"), [([SHORT_LAST] * 3, 0), ([DIFFERENT] * 3, 1)])
+@pytest.mark.parametrize(("epochs", "warned"), [([ONE_SHORT] * 3, 0), ([DIFFERENT] * 3, 1)])
 def test_batches_that_differ_in_size_are_said_once(
     ranks: Up, epochs: list[list[list[int]]], warned: int, tmp_path: Path
 ) -> None:

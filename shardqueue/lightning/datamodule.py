@@ -263,10 +263,11 @@ class SharedQueueDataModule(LightningDataModule):
         self._check_source(source)
         if self._mailbox is None:
             self._mailbox = open_mailbox(self._given_mailbox)
-        dataset = self._dataset_of(stage, source, self._mailbox)
+        dataset, whole = self._dataset_of(stage, source, self._mailbox), None
         if overfit:
             steps = shares(dataset, self._trainer.world_size, self._uneven)[1]
-            few = int(overfit if isinstance(overfit, int) else overfit * steps)
+            whole = None if isinstance(overfit, int) else steps
+            few = int(overfit if whole is None else overfit * whole)
             first = max(1, few) * self._trainer.world_size
             dataset = self._dataset_of(stage, source, self._mailbox, first)
         dataset.stage = "" if stage == "train" else stage
@@ -277,7 +278,7 @@ class SharedQueueDataModule(LightningDataModule):
             worker_init_fn=_seeds(self._trainer.global_rank),
             **self._loader_settings,  # type: ignore[arg-type]
         )
-        return _Feed(source, overfit, dataset, loader)
+        return _Feed(source, overfit, dataset, loader, whole)
 
     def _dataset_of(self, stage: Stage, source: Any, mailbox: Mailbox, first: int = 0) -> SharedQueueDataset:
         """The source's batches: all, or the first few, always the same."""
@@ -304,15 +305,15 @@ class SharedQueueDataModule(LightningDataModule):
     def _enter(self, stage: Stage) -> _Stay:
         """Our stay in the run that the loop belongs to; a loop that is only tried out has a run of its own."""
         trainer: Any = self._trainer
-        tried = trainer.fast_dev_run or trainer.sanity_checking or trainer.overfit_batches
-        passing = bool(tried) or trainer.state.fn == "validate"
-        if self._stay is not None and self._stay.passing != passing:
+        tried = trainer.fast_dev_run or trainer.overfit_batches or trainer.state.fn == "validate"
+        trial = "sanity" if trainer.sanity_checking else "tried" if tried else ""
+        if self._stay is not None and self._stay.trial != trial:
             self._leave(None)
         if self._stay is None:
             learner = self._feed(stage).dataset.learner_id
             assert self._mailbox is not None
             marks = not any(isinstance(one, SharedQueueCallback) for one in trainer.callbacks)
-            self._stay = _Stay(self._mailbox, learner, passing, marks)
+            self._stay = _Stay(self._mailbox, learner, trial, marks)
             self.session = self._stay.session
         return self._stay
 
@@ -326,7 +327,9 @@ class SharedQueueDataModule(LightningDataModule):
             if stay is not None:
                 stay.leave(error)
         finally:
-            for loader in loaders:  # collected later in a cycle, persistent workers would be waited for in vain
+            for (
+                loader
+            ) in loaders:  # collected later in a cycle, persistent workers would be waited for in vain
                 _shutdown_workers_and_reset_iterator(loader)
 
     def _even(self, dataset: SharedQueueDataset) -> bool:
@@ -409,7 +412,10 @@ class SharedQueueDataModule(LightningDataModule):
         return None if limit >= (inf if total is None else total) else int(limit)
 
     def _length(self, stage: Stage) -> int:
-        dataset, ranks = self._feed(stage).dataset, self._trainer.world_size
+        feed, ranks = self._feed(stage), self._trainer.world_size
+        dataset = feed.dataset
+        if feed.whole is not None:
+            return feed.whole
         if stage == "train":
             return shares(dataset, ranks, self._uneven)[1]
         if dataset.batches is None:
@@ -444,28 +450,32 @@ class StageLoader:
 
 @dataclass(frozen=True, slots=True)
 class _Feed:
-    """What all loaders of a stage have in common."""
+    """What all loaders of a stage have in common.
+
+    `whole`: steps of the source, where a fraction of them is overfitted; the Trainer takes that fraction itself.
+    """
 
     source: Any
     overfit: float
     dataset: SharedQueueDataset
     loader: DataLoader[Any]
+    whole: int | None
 
 
 class _Stay:
     """A training process's stay in one run: from the first batch to the Trainer's end, or its error.
 
     Attributes:
-        passing: the run is deleted afterwards, so it has a name of its own.
+        trial: why the run is deleted afterwards, so that it has a name of its own; "" for one that stays.
         marks: coming back for the next batch makes the last one trained, for want of a callback that says so.
         pending: samples of the batch that coming back would make trained.
         calm: what is switched off in the model until an evaluation is over. That is when training goes on: Lightning
             may fetch a batch ahead, so the last step comes after the loader's end.
     """
 
-    def __init__(self, mailbox: Mailbox, learner_id: str, passing: bool, marks: bool) -> None:
-        self.passing, self.marks = passing, marks
-        self.name = f"tried-{os.urandom(6).hex()}" if passing else None
+    def __init__(self, mailbox: Mailbox, learner_id: str, trial: str, marks: bool) -> None:
+        self.trial, self.marks = trial, marks
+        self.name = f"{trial}-{os.urandom(6).hex()}" if trial else None
         self.pending: int | None = None
         self.calm = ExitStack()
         self.session = Session(mailbox, learner_id)
@@ -500,7 +510,7 @@ class _Stay:
             self.settle()
             self.session.__exit__(None, None, None)
             self._ranks.gather({})  # so that nobody writes any more
-            if self.passing and self._ranks.rank == 0 and self.session.joined is not None:
+            if self.trial and self._ranks.rank == 0 and self.session.joined is not None:
                 self._leftovers.remove_run(self.session.joined.keys)
             self._remove_validated()
             self._ranks.close()

@@ -37,7 +37,7 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```$", README.read_text(encoding="utf-8"
 LIGHTNING = next(block for block in BLOCKS if "SharedQueueDataModule(" in block)
 LOOP = next(block for block in BLOCKS if "group=dist.group.WORLD" in block)
 
-ROWS, BATCH, EPOCHS = 900, 8, 2
+ROWS, EPOCHS = 900, 2
 STEPS = EPOCHS * 57
 """Of each of two ranks: 113 batches an epoch."""
 PREDICTED = 100
@@ -46,29 +46,7 @@ NODES = 2
 ON_NODES = f"devices=1, num_nodes={NODES}"
 """What a Trainer is told of nodes with one device each."""
 
-SAY = """
-    Path(f"said-{trainer.global_rank}.json").write_text(json.dumps(said()))
-"""
-
-
-# -- the README's script on several nodes ----------------------------------------------------------------
-
-
-def on_two(mailbox: str, settings: str, workers: int) -> str:
-    """The README's Lightning script for two ranks with these settings of the Trainer, with what it trains noted."""
-    text: str = LIGHTNING
-    for old, new in (
-        ('"./queue"', repr(mailbox)),
-        ("num_workers=2", f"num_workers={workers}"),
-        ("Trainer(", f'Trainer(accelerator="cpu", strategy="ddp", {settings}, '),
-        ("x, y = batch", "x, y = batch\n        note(self, x)"),
-    ):
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    return _PREAMBLE + text
-
-
-_PREAMBLE = """
+NOTE = """
 import json
 from pathlib import Path
 
@@ -95,6 +73,26 @@ def said():
     }
 
 """
+SAY = """
+    Path(f"said-{trainer.global_rank}.json").write_text(json.dumps(said()))
+"""
+
+
+# -- the README's script on several nodes ----------------------------------------------------------------
+
+
+def on_two(mailbox: str, settings: str, workers: int) -> str:
+    """The README's Lightning script for two ranks with these settings of the Trainer, with what it trains noted."""
+    text: str = LIGHTNING
+    for old, new in (
+        ('"./queue"', repr(mailbox)),
+        ("num_workers=2", f"num_workers={workers}"),
+        ("Trainer(", f'Trainer(accelerator="cpu", strategy="ddp", {settings}, '),
+        ("x, y = batch", "x, y = batch\n        note(self, x)"),
+    ):
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    return NOTE + text
 
 
 def check(said: Sequence[dict[str, Any]], environment: str) -> None:
