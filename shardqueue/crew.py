@@ -296,7 +296,7 @@ class Crew:
         for held in (*kept, *cut):
             session.released(self._pass, held)
         if self.returned:
-            logger.warning("%s left early: %s", session.learner_id, say(self.returned))
+            logger.log(session.loudness, "%s left early: %s", session.learner_id, say(self.returned))
 
     def _find_claims_of_the_dead(self, keys: PassKeys) -> None:
         """A worker that was killed may have made a claim before it could say so."""

@@ -333,7 +333,7 @@ class Feed:
         for claim in kept:
             self._host.released(self._pass, claim)
         if self.returned:
-            logger.warning("%s left early: %s", self._owner.learner, say(self.returned))
+            logger.log(self._host.loudness, "%s left early: %s", self._owner.learner, say(self.returned))
 
     def _withhold_unclear(self, claims: Claims) -> None:
         """Batches in the consumer's hands that only coming back would have made trained are not offered again.

@@ -23,6 +23,7 @@ class Host(Protocol):
     Attributes:
         farewell: seconds for which leaving tries to settle things with the mailbox.
         patrol: seconds between two looks at `over`; None where it never changes by itself.
+        loudness: level of the log message about what is left untrained.
     """
 
     mailbox: Mailbox
@@ -32,6 +33,11 @@ class Host(Protocol):
     joined: Joined | None
     farewell: float
     patrol: float | None
+
+    @property
+    def loudness(self) -> int:
+        """See the class."""
+        ...
 
     @property
     def run(self) -> str | None:

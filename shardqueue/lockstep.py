@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
-from shardqueue.agreement import Agreed, Ranks, RankState, Row, batch_samples
+from shardqueue.agreement import Ranks, Row, batch_samples
 from shardqueue.allowance import UNLIMITED, Allowance
 from shardqueue.errors import (
     AgreementError,
@@ -34,6 +34,7 @@ from shardqueue.errors import (
 )
 from shardqueue.learner import LOG_EVERY
 from shardqueue.peers import Peer, Peers
+from shardqueue.progress import Agreed, RankState
 from shardqueue.records import Manifest, RunKeys
 from shardqueue.run import Joined, check_manifest
 from shardqueue.supply import Supply
@@ -414,7 +415,9 @@ class Lockstep:
         self.repeating = False
         with dataset.together():
             try:
-                if first:
+                if not first:
+                    supply.lift()
+                else:
                     begun, _ = self._go_round(supply, self.ranks.size, settled=True)
                     self.session.allow(pass_, UNLIMITED)
                     supply.lift()

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from shardqueue.clock import Clock
     from shardqueue.mailbox import Mailbox
     from shardqueue.plan import Plan
+    from shardqueue.progress import Agreed
     from shardqueue.records import Left, LogPage
     from shardqueue.run import Joined
     from shardqueue.source import Attempt, Source, Together
@@ -292,6 +293,19 @@ class Session:
                 recent_samples_per_second=samples,
                 recent_batches_per_second=batches,
             )
+
+    @property
+    def agreed(self) -> Agreed | None:
+        """Where ranks step together: what they agreed on for the step whose batch was handed out last, else None.
+
+        `agreed.progress` is what to set a learning rate by: the same on every rank, which a step need not be.
+        """
+        return None if self.lockstep is None else self.lockstep.agreed
+
+    @property
+    def loudness(self) -> int:
+        """At which level it is logged that batches are left untrained: ranks that step together all leave at once."""
+        return logging.WARNING if self.lockstep is None else logging.INFO
 
     def units_of(self, pass_: str) -> int:
         """How many units of a pass this learner was the first to claim."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from shardqueue.progress import Agreed
     from shardqueue.units import Step
 
 
@@ -59,6 +60,11 @@ class Source(Protocol):
 
 class Together(Protocol):
     """Our place among ranks that step together (`lockstep.Lockstep`)."""
+
+    @property
+    def agreed(self) -> Agreed | None:
+        """What is agreed on for the step whose batch was handed out last."""
+        ...
 
     def leave(self, error: BaseException | None) -> None:
         """The session is being left."""

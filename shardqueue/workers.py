@@ -129,6 +129,7 @@ class LoaderWorker:
     # -- for the feed ------------------------------------------------------------------------------------
 
     counts_coming_back = True
+    loudness = logging.WARNING
 
     def admit(self, source: Source, key: str) -> None:  # noqa: ARG002
         """A feed begins."""

@@ -31,6 +31,7 @@ FLOORS = {
     "clock": 0,
     "units": 0,
     "plan": 0,
+    "progress": 0,
     "intervals": 0,
     "throughput": 0,
     "shuffle": 0,

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
     from torch.optim import Optimizer
 
-    from shardqueue.agreement import Agreed, RankState
+    from shardqueue.progress import Agreed, RankState
     from shardqueue.session import Session
 
 NAMED_RANKS = 16

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
     from lightning.pytorch import Trainer
 
-    from shardqueue.agreement import Agreed
     from shardqueue.mailbox import Mailbox
+    from shardqueue.progress import Agreed
     from shardqueue.units import Step
 
 T = TypeVar("T")

@@ -15,7 +15,6 @@ from torch import distributed
 from torch.utils.data import DataLoader, TensorDataset
 
 from shardqueue import Session, shared_queue, unit_grid
-from shardqueue.agreement import Agreed, RankState
 from shardqueue.errors import ClosedError, InvalidInputError
 from shardqueue.lightning.callback import (
     SharedQueueCallback,
@@ -28,6 +27,7 @@ from shardqueue.lightning.callback import (
     set_rates,
     steps_left,
 )
+from shardqueue.progress import Agreed, RankState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
