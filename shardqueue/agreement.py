@@ -8,6 +8,7 @@ of them is known to be gone.
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass, fields, is_dataclass
 from datetime import timedelta
 from operator import attrgetter
@@ -19,11 +20,15 @@ import torch.distributed as dist
 
 from shardqueue.errors import InvalidInputError
 
+logger = logging.getLogger("shardqueue")
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 TURN = 1.0
 """Seconds after which a rank that waits for others looks up."""
+LONG = 60.0
+"""Seconds of waiting after which that is said."""
 PATIENCE = 5.0
 """Seconds of waiting after which it looks whether somebody is gone."""
 
@@ -72,6 +77,8 @@ class Ranks:
         members = dist.get_process_group_ranks(group)
         self.rank, self.size = dist.get_rank(group), len(members)
         if self.size > 1:
+            if "gloo" in dist.get_backend(group):
+                dist.barrier(group)  # says at once that a rank is gone; making a group waits for it
             part = self.size < dist.get_world_size()
             self._group = dist.new_group(members, backend="gloo", use_local_synchronization=part)
 
@@ -121,6 +128,12 @@ class Ranks:
                 if work.is_completed():
                     raise self._lost(error) from error
             waited += TURN
+            if waited == LONG:
+                logger.warning(
+                    "rank %d has waited %.0f s for the others; all ranks that step together must iterate a loader, "
+                    "or none of them",
+                    *(self.rank, waited),
+                )
             if waited >= PATIENCE:
                 gone = self.gone(None)
                 if gone is not None:

@@ -404,10 +404,12 @@ class Claims:
     @property
     def settled(self) -> bool:
         """Whether every claim that was asked for is decided, and every surplus can be taken by others."""
-        return not (self._asking or self.owes) and all(
-            claim.state is State.OURS and (claim.given if claim.end is not None else self._is_sized(claim))
-            for claim in self.hand
-        )
+        return not (self._asking or self.owes) and all(c.state is State.OURS for c in self.hand)
+
+    @property
+    def ends_known(self) -> bool:
+        """Whether it is known of every claim in hand where it ends, so that no surplus can come of it."""
+        return all(self._is_sized(claim) or claim.end is not None for claim in self.hand)
 
     def _is_sized(self, claim: Claim) -> bool:
         return claim.loaded or self.plan.batches(claim.position) is not None

@@ -67,14 +67,9 @@ class Held:
         return (self.done if end is None else end) - self.begin
 
     @property
-    def settled(self) -> bool:
-        """Whether its end is known, and what is behind it can be taken by others."""
-        return self.given if self.cut is not None else (self.end, self.due) != (None, None)
-
-    @property
     def finished(self) -> bool:
         """Whether every batch of the attempt is trained."""
-        return self.end is not None and self.done >= self.end and not self.unclear
+        return self.end is not None and max(self.begin, self.done) >= self.end and not self.unclear
 
 
 class Crew:
@@ -136,7 +131,14 @@ class Crew:
         """Whether every claim that was asked for is decided, and every surplus can be taken by others."""
         self._hear()
         with self._lock:
-            return not self._asked and all(held.settled for held in self._held.values())
+            return not self._asked and all(held.cut is None or held.given for held in self._held.values())
+
+    @property
+    def ends_known(self) -> bool:
+        """Whether it is known of every claim in hand where it ends, so that no surplus can come of it."""
+        self._hear()
+        with self._lock:
+            return all((held.end, held.due, held.cut) != (None, None, None) for held in self._held.values())
 
     @property
     def events(self) -> int:

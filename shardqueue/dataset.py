@@ -185,7 +185,7 @@ class SharedQueueDataset(IterableDataset[Any]):
         if run is not None:
             check_identifier(run, "run", folders=False)
         self.stage = ""
-        self._independent, self._together = independent, False
+        self._independent, self._together, self._ranks = independent, False, 1
         self._plan, self._run = plan, run
         self._given_id, self.learner_id = learner_id, learner_label(learner_id)
         self._mailbox = open_mailbox(mailbox)
@@ -316,7 +316,7 @@ class SharedQueueDataset(IterableDataset[Any]):
 
     def _refuse_ranks(self) -> None:
         """Ranks that step together without our knowing would wait for each other at the end, for ever."""
-        ranks = _world_size()
+        ranks = max(self._ranks, _world_size())
         if ranks > 1 and not (self._together or self._independent):
             raise InvalidInputError(
                 "world_size",
@@ -351,11 +351,11 @@ class SharedQueueDataset(IterableDataset[Any]):
             PassFinishedError, RunError, MailboxError, LoadError: at the first item, or later.
         """
         _refuse_batching()
-        self._refuse_ranks()
         info = get_worker_info()
         return self._items_of_process() if info is None else self._items_of_worker(info)
 
     def _items_of_process(self) -> Iterator[Any]:
+        self._refuse_ranks()
         self._be_home()
         entered = find_session(self.learner_id, own=False)
         if entered is not None:
@@ -423,6 +423,7 @@ class SharedQueueDataset(IterableDataset[Any]):
         return self._work(info, key)
 
     def _work(self, info: WorkerInfo, key: int) -> Iterator[Any]:
+        self._refuse_ranks()
         self._check_worker(info)
         mailbox = open_mailbox(self._mailbox, prove=False)
         worker = LoaderWorker(
@@ -478,7 +479,7 @@ class SharedQueueDataset(IterableDataset[Any]):
         if get_spawning_popen() is None:
             del state["_memory"], state["_ends"]
         else:
-            self._refuse_ranks()
+            state["_ranks"] = _world_size()
             _check_picklable("load", self._load)
         return state
 

@@ -136,6 +136,12 @@ class Feed:
             return self._claims is not None and self._claims.settled
 
     @property
+    def ends_known(self) -> bool:
+        """Whether it is known of every claim in hand where it ends, so that no surplus can come of it."""
+        with self._lock:
+            return self._claims is not None and self._claims.ends_known
+
+    @property
     def events(self) -> int:
         """Grows with every claim that is asked for, and every surplus given back."""
         with self._lock:

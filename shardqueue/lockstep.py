@@ -26,6 +26,7 @@ from shardqueue.agreement import Ranks, Row, batch_samples
 from shardqueue.allowance import UNLIMITED, Allowance
 from shardqueue.errors import (
     AgreementError,
+    ClosedError,
     InvalidInputError,
     PeerGoneError,
     RunError,
@@ -207,6 +208,7 @@ class Lockstep:
         *,
         uneven: str = "repeat",
         limit: int | None = None,
+        done: int = 0,
         run: str | None = None,
     ) -> Generator[T]:
         """The items of one pass, as many on every rank. What is a repeat says `repeating`.
@@ -216,27 +218,31 @@ class Lockstep:
             loader: the `DataLoader` over it.
             uneven: "repeat" or "drop", what to do about N mod W.
             limit: steps, at most.
+            done: steps of the pass that were done in another run; as many fewer are left.
             run: name of a run to be opened, where none is yet.
 
         Raises:
             InvalidInputError: the number of batches is not known, or too small.
             AgreementError: the ranks do not agree, or one is gone.
+            ClosedError: another loop over the same stage has begun.
         """
         total, steps = shares(dataset, self.ranks.size, uneven, limit)
-        pass_ = self._begin(dataset, {"total": total, "steps": steps, "uneven": uneven}, run)
-        share = Allowance(total).part(self.ranks.rank, self.ranks.size)
+        settings = {"total": total, "steps": steps, "done": done, "uneven": uneven}
+        pass_ = self._begin(dataset, settings, run)
+        left = max(0, total - done * self.ranks.size)
+        share = Allowance(left).part(self.ranks.rank, self.ranks.size)
         self.session.allow(pass_, share)
         supply = self._supplies[dataset.stage] = Supply(self.session, dataset, loader, pass_, share.batches)
         with dataset.together():
-            yield from self._steps(supply, dataset, total, steps)
+            yield from self._steps(supply, dataset, total, range(done, steps))
 
-    def _steps(self, supply: Supply, dataset: SharedQueueDataset, total: int, steps: int) -> Iterator[Any]:
+    def _steps(self, supply: Supply, dataset: SharedQueueDataset, total: int, steps: range) -> Iterator[Any]:
         size, last = self.ranks.size, None
         self._uneven_steps = 0
         try:
             agreement = self.ranks.begin(self._row(supply, None))
-            for step in range(steps):
-                supply.at_end = step == steps - 1
+            for step in steps:
+                supply.at_end = step == steps.stop - 1
                 needed = min(size, total - step * size)
                 item, rows = self._next(supply, agreement, needed)
                 self.repeating = item is None
@@ -247,15 +253,24 @@ class Lockstep:
                     self.repeated += size - needed
                     self._compare_sizes(rows)
                     self._check_units(dataset, supply, total, rows)
-                    self.agreed = self._as_agreed(dataset, supply.number, step, steps, total, rows)
+                    self.agreed = self._as_agreed(dataset, supply.number, step, steps.stop, total, rows)
                 if supply.at_end:
                     self._tell_repeats(supply, size - needed)
                 else:
                     agreement = self.ranks.begin(self._row(supply, item))
                 yield item
+                self._check_alone(supply)
                 self.session.came_back()
         finally:
             supply.close()
+
+    def _check_alone(self, supply: Supply) -> None:
+        """Two loops over one stage would take each other's batches, and wait for each other."""
+        if self._supplies.get(supply.stage) is not supply:
+            raise ClosedError(
+                f"another loop over {supply.stage or 'train'} batches has begun, and took over from this one; "
+                "iterate one loader of a stage at a time"
+            )
 
     def _tell_repeats(self, supply: Supply, repeats: int) -> None:
         if repeats and self.ranks.rank == 0:
@@ -422,9 +437,11 @@ class Lockstep:
                     self.session.allow(pass_, UNLIMITED)
                     supply.lift()
                     yield begun
+                    self._check_alone(supply)
                     self.session.came_back()
                 while (following := supply.fetch(wait=True)) is not None:
                     yield following
+                    self._check_alone(supply)
                     self.session.came_back()
                 supply.at_end = True
             finally:

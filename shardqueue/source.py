@@ -41,6 +41,11 @@ class Source(Protocol):
         """Whether nothing that others may be waiting for is under way."""
         ...
 
+    @property
+    def ends_known(self) -> bool:
+        """Whether it is known of every claim in hand where it ends, so that no surplus can come of it."""
+        ...
+
     def took(self, step: Step, now: float, each: float | None) -> None:
         """A tracked loop took a batch at `now`; it needs `each` seconds for one, None while that is not known."""
         ...

@@ -6,6 +6,7 @@ pass the training process claims for itself, with a feed that does (the *tail*).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -35,7 +36,7 @@ class Supply:
         share: batches this rank is allowed; None for no limit.
 
     Attributes:
-        number: of the pass.
+        stage, number: of the pass.
         at_end: the loop has all it gets.
     """
 
@@ -49,7 +50,7 @@ class Supply:
     ) -> None:
         self._session, self._dataset, self._loader = session, dataset, loader
         self.pass_, self._share = pass_, share
-        self.number, self.at_end = dataset.next_pass, False
+        self.stage, self.number, self.at_end = dataset.stage, dataset.next_pass, False
         self._taken = self._from_loader = 0
         self._tail_key = seat(pass_, TAIL)
         self._tail: Feed | None = None
@@ -71,9 +72,10 @@ class Supply:
 
     @property
     def settled(self) -> bool:
-        """Whether nothing that other ranks may be waiting for is under way."""
+        """Whether nothing that other ranks may be waiting for is under way, or may still turn out to be theirs."""
         sources = [self._session.source_on(key) for key in (self.pass_, self._tail_key)]
-        return all(source.settled for source in sources if source is not None)
+        bounded = self._share is not None
+        return all(s.settled and (s.ends_known or not bounded) for s in sources if s is not None)
 
     @property
     def events(self) -> float:
@@ -88,11 +90,10 @@ class Supply:
 
     def cut(self) -> None:
         """Others wait for what we may not take."""
-        if not self._cut and self._share is not None:
+        if not self._cut:
             self._cut = True
-            self._session.allow(self.pass_, Allowance(self._share, cut=True))
-            if self._tail is not None:
-                self._session.allow(self._tail_key, Allowance(self._share - self._from_loader, cut=True))
+            for key in (self.pass_, *([] if self._tail is None else [self._tail_key])):
+                self._session.allow(key, replace(self._session.allowance(key), cut=True))
 
     def lift(self) -> None:
         """From here on everything may be taken."""

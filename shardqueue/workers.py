@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from shardqueue.allowance import UNLIMITED
 from shardqueue.block import Doing, Message, Told, pass_name, pass_of
+from shardqueue.claims import State
 from shardqueue.clock import SystemClock
 from shardqueue.errors import ClosedError, PassFinishedError, RunError
 from shardqueue.learner import LOG_EVERY, Book, training_process
@@ -166,6 +167,8 @@ class LoaderWorker:
         """An attempt at a unit is ours."""
         self._book.claim((pass_, claim.identifier, claim.attempt))
         self._tell(Told.CLAIMED, claim, claim.begin)
+        if claim.loaded:
+            self._tell(Told.SIZED, claim, int(claim.size))
 
     def allowance(self, key: str) -> Allowance:  # noqa: ARG002
         """How many batches this worker may take, as of now."""
@@ -181,8 +184,9 @@ class LoaderWorker:
         self._tell(Told.GIVEN, claim, 0)
 
     def sized(self, pass_: str, claim: Claim) -> None:  # noqa: ARG002
-        """The loader gave the whole unit."""
-        self._tell(Told.SIZED, claim, int(claim.size))
+        """The loader gave the whole unit; of one that is not proven ours yet it is told then."""
+        if claim.state is State.OURS:
+            self._tell(Told.SIZED, claim, int(claim.size))
 
     def released(self, pass_: str, claim: Claim) -> None:
         """All of an attempt was handed out, or given back."""

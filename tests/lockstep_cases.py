@@ -88,6 +88,8 @@ def plan(shape: str, total: int) -> tuple[Mapping[str, object], int | None]:
         return unit_grid(total, 6, 1, taper=3), None
     if shape == "one":
         return unit_grid(total, total, 1, taper=False), None
+    if shape == "one unknown":
+        return {"part": (0, total)}, total
     if shape == "listed":
         ends = [min(end, total) for end in accumulate(1 + n % 5 for n in range(total))]
         spans = zip([0, *ends], ends, strict=False)
@@ -241,7 +243,7 @@ def with_a_fault(rank: int, fault: Fault, folder: str, size: int) -> list[Epoch]
         read = load_short
     elif fault.kind == "long":
         read = load_long
-    elif fault.kind == "too many":
+    elif fault.kind.startswith("too many"):
         case = replace(case, shape="unknown")
     elif last:
         if fault.kind == "uneven":
@@ -253,18 +255,19 @@ def with_a_fault(rank: int, fault: Fault, folder: str, size: int) -> list[Epoch]
         elif fault.kind == "broken":
             read = load_broken
     units, batches = plan(case.shape, case.total)
-    if fault.kind == "too many":
+    if fault.kind.startswith("too many"):
         batches = case.total + size
-    dataset: Any = SharedQueueDataset(units, mailbox, read, name, batches=batches)
+    store: Any = Sluggish(open_mailbox(mailbox)) if fault.kind.endswith("slowly") else mailbox
+    dataset: Any = SharedQueueDataset(units, store, read, name, batches=batches)
     if fault.kind == "seed":
         rows = torch.arange(44).reshape(22, 2)
         dataset = SharedQueueDataset.from_dataset(
-            rows, mailbox, 1, shuffle=True, seed=int(last), with_step=True, learner_id=name
+            rows, store, 1, shuffle=True, seed=int(last), with_step=True, learner_id=name
         )
     if fault.kind == "epoch" and last:
         dataset.set_epoch(1)
     loader = loader_of(dataset, case)
-    with letting_go(), impatient(), Session(mailbox, name) as session:
+    with letting_go(), impatient(), Session(store, name) as session:
         return [one_epoch(session, loader, case, distributed.group.WORLD)]
 
 

@@ -106,6 +106,8 @@ FLOORS = {
     "lightning.datamodule": 4,
     "lightning.evaluation": 4,
     "lightning.leftovers": 4,
+    "lightning.sources": 4,
+    "lightning.stay": 4,
     "rows": 4,
     # 5 windows
     "clean": 5,

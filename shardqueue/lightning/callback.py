@@ -262,6 +262,9 @@ class SharedQueueCallback(Callback):
             bound = "a function from dataset step to learning rate, or None"
             remedy = "give a constant rate to the optimizer, and leave this out"
             raise InvalidInputError("learning_rate", given, bound, remedy)
+        named: object = prefix
+        if not isinstance(named, str):
+            raise InvalidInputError("prefix", prefix, "a string", 'pass "" for none')
         if log_every_n_steps is not None:
             check_count("log_every_n_steps", log_every_n_steps)
         self.learning_rate = learning_rate

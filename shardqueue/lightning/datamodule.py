@@ -11,47 +11,43 @@ deleted after them, and so are the claims of past validations.
 
 from __future__ import annotations
 
-import os
+import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
-from functools import partial
+from contextlib import closing
 from itertools import islice
 from math import ceil, inf
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch.distributed as dist
-from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.combined_loader import _shutdown_workers_and_reset_iterator
-from torch import Tensor
-from torch.utils.data import DataLoader, Subset
 
-from shardqueue.agreement import Ranks, batch_samples
-from shardqueue.dataset import SharedQueueDataset
-from shardqueue.errors import InvalidInputError
+from shardqueue.agreement import batch_samples
+from shardqueue.errors import InvalidInputError, ShardQueueWarning
 from shardqueue.lightning.callback import SharedQueueCallback
-from shardqueue.lightning.evaluation import collectives_in_forward, discarded_step, quiet_buffers
-from shardqueue.lightning.leftovers import Leftovers
-from shardqueue.lockstep import Lockstep, shares
-from shardqueue.mailbox import open_mailbox
-from shardqueue.session import Session
-from shardqueue.units import Unit, check_int
+from shardqueue.lightning.evaluation import (
+    average_counts_exactly,
+    collectives_in_forward,
+    discarded_step,
+    quiet_buffers,
+)
+from shardqueue.lightning.sources import STAGES, Sources, Stage, StageFeed
+from shardqueue.lightning.stay import Stay
+from shardqueue.lockstep import shares
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    import os
+    from collections.abc import Callable, Iterator, Sequence
 
     from lightning.pytorch import Trainer
 
+    from shardqueue.dataset import SharedQueueDataset
     from shardqueue.mailbox import Mailbox
     from shardqueue.progress import Agreed
+    from shardqueue.session import Session
     from shardqueue.units import Step
 
 T = TypeVar("T")
-
-Stage = Literal["train", "val", "test", "predict"]
-STAGES: tuple[Stage, ...] = ("train", "val", "test", "predict")
 
 
 class SharedQueueDataModule(LightningDataModule):
@@ -125,58 +121,44 @@ class SharedQueueDataModule(LightningDataModule):
     ) -> None:
         super().__init__()
         self.train, self.val, self.test, self.predict = train, val, test, predict
-        self._given_mailbox = mailbox
-        self._load = load
-        self._batches = {"train": batches} if isinstance(batches, int) else dict(batches or {})
-        self._batch_size = None if batch_size is None else check_int("batch_size", batch_size, 1)
-        self._rows = {
-            "unit_batches": check_int("unit_batches", unit_batches, 1),
-            "seed": seed,
-            "collate_fn": collate_fn,
-            "taper": taper,
-        }
-        self._shuffle, self._drop_last = shuffle, drop_last
-        self._uneven, self._even_evaluation, self._learner_id = uneven, even_evaluation, learner_id
-        self._loader_settings = {
-            "num_workers": num_workers,
-            "prefetch_factor": prefetch_factor,
-            "pin_memory": pin_memory,
-            "persistent_workers": persistent_workers,
-            "multiprocessing_context": multiprocessing_context,
-            "in_order": in_order,
-        }
-        if uneven not in ("repeat", "drop"):
-            raise InvalidInputError("uneven", uneven, '"repeat" or "drop"', 'pass uneven="repeat"')
-        for stage in self._batches.keys() - set(STAGES):
-            raise InvalidInputError("batches", stage, f"by the names {', '.join(STAGES)}", "name the stage")
+        self._sources = Sources(
+            mailbox,
+            load,
+            batches,
+            batch_size,
+            learner_id,
+            uneven,
+            rows={
+                "unit_batches": unit_batches,
+                "shuffle": shuffle,
+                "seed": seed,
+                "collate_fn": collate_fn,
+                "drop_last": drop_last,
+                "taper": taper,
+            },
+            settings={
+                "num_workers": num_workers,
+                "prefetch_factor": prefetch_factor,
+                "pin_memory": pin_memory,
+                "persistent_workers": persistent_workers,
+                "multiprocessing_context": multiprocessing_context,
+                "in_order": in_order,
+            },
+        )
+        if even_evaluation not in (None, True, False):
+            raise InvalidInputError("even_evaluation", even_evaluation, "True, False or None", "leave it out")
+        self._even_evaluation = even_evaluation
         for stage in STAGES:
             if getattr(self, stage) is not None:
-                self._check_source(getattr(self, stage))
+                self._sources.check(stage, getattr(self, stage))
         self.session: Session | None = None
         self.agreed: Agreed | None = None
         self.repeating = False
         self.step: Step | None = None
         self.steps: list[Step] = []
-        self._stay: _Stay | None = None
-        self._mailbox: Mailbox | None = None
-        self._feeds: dict[Stage, _Feed] = {}
+        self._stay: Stay | None = None
+        self._feeds: dict[Stage, StageFeed] = {}
         self._passes: Counter[Stage] = Counter()
-
-    def _check_source(self, source: object) -> None:
-        """Refuse what cannot be read, before anything is."""
-        if isinstance(source, Mapping):
-            if self._load is None:
-                remedy = "pass load=, a function that yields (step, batch) pairs"
-                raise InvalidInputError("load", None, "given with units", remedy)
-            if self._batch_size is not None:
-                raise InvalidInputError(
-                    "batch_size",
-                    self._batch_size,
-                    "None with units, whose load yields whole batches",
-                    "leave it out",
-                )
-        elif self._batch_size is None:
-            raise InvalidInputError("batch_size", None, "given with a dataset", "pass batch_size=")
 
     # -- for Lightning -----------------------------------------------------------------------------------
 
@@ -235,9 +217,9 @@ class SharedQueueDataModule(LightningDataModule):
             bound = f"given, or set in setup(), where a Trainer asks for {stage}_dataloader"
             raise InvalidInputError(stage, None, bound, f"pass {stage}=")
         _refuse_shared_replicas(self._trainer)
-        _average_counts_exactly(self._trainer.strategy)
+        average_counts_exactly(self._trainer.strategy)
         if stage == "train":
-            shares(self._feed(stage).dataset, self._trainer.world_size, self._uneven)
+            shares(self._feed(stage).dataset, self._trainer.world_size, self._sources.uneven)
         self._feed(stage)
         return StageLoader(self, stage)
 
@@ -249,60 +231,17 @@ class SharedQueueDataModule(LightningDataModule):
             raise InvalidInputError("trainer", None, bound, "pass this to trainer.fit(model, datamodule=...)")
         return trainer
 
-    def _feed(self, stage: Stage) -> _Feed:
+    def _feed(self, stage: Stage) -> StageFeed:
         """The stage's dataset and loader; made anew when the user has set another source."""
         source = getattr(self, stage)
         trainer: Any = self._trainer
         overfit = trainer.overfit_batches if stage == "train" else 0
         feed = self._feeds.get(stage)
         if feed is None or feed.source is not source or feed.overfit != overfit:
-            feed = self._feeds[stage] = self._make_feed(stage, source, overfit)
+            feed = self._feeds[stage] = self._sources.feed(stage, source, overfit, trainer)
         return feed
 
-    def _make_feed(self, stage: Stage, source: Any, overfit: float) -> _Feed:
-        self._check_source(source)
-        if self._mailbox is None:
-            self._mailbox = open_mailbox(self._given_mailbox)
-        dataset, whole = self._dataset_of(stage, source, self._mailbox), None
-        if overfit:
-            steps = shares(dataset, self._trainer.world_size, self._uneven)[1]
-            whole = None if isinstance(overfit, int) else steps
-            few = int(overfit if whole is None else overfit * whole)
-            first = max(1, few) * self._trainer.world_size
-            dataset = self._dataset_of(stage, source, self._mailbox, first)
-        dataset.stage = "" if stage == "train" else stage
-        loader: DataLoader[Any] = DataLoader(
-            dataset,
-            batch_size=None,
-            collate_fn=_as_it_is,
-            worker_init_fn=_seeds(self._trainer.global_rank),
-            **self._loader_settings,  # type: ignore[arg-type]
-        )
-        return _Feed(source, overfit, dataset, loader, whole)
-
-    def _dataset_of(self, stage: Stage, source: Any, mailbox: Mailbox, first: int = 0) -> SharedQueueDataset:
-        """The source's batches: all, or the first few, always the same."""
-        if isinstance(source, Mapping):
-            units = first_batches(source, first) if first else source
-            batches = None if first else self._batches.get(stage)
-            load: Any = self._load
-            return SharedQueueDataset(units, mailbox, load, self._learner_id, batches=batches)
-        assert self._batch_size is not None
-        if first:
-            source = Subset(source, range(min(len(source), first * self._batch_size)))
-        varies = stage == "train" and not first
-        return SharedQueueDataset.from_dataset(
-            source,
-            mailbox,
-            self._batch_size,
-            shuffle=self._shuffle and varies,
-            drop_last=self._drop_last and varies,
-            with_step=True,
-            learner_id=self._learner_id,
-            **self._rows,  # type: ignore[arg-type]
-        )
-
-    def _enter(self, stage: Stage) -> _Stay:
+    def _enter(self, stage: Stage) -> Stay:
         """Our stay in the run that the loop belongs to; a loop that is only tried out has a run of its own."""
         trainer: Any = self._trainer
         tried = trainer.fast_dev_run or trainer.overfit_batches or trainer.state.fn == "validate"
@@ -311,9 +250,8 @@ class SharedQueueDataModule(LightningDataModule):
             self._leave(None)
         if self._stay is None:
             learner = self._feed(stage).dataset.learner_id
-            assert self._mailbox is not None
             marks = not any(isinstance(one, SharedQueueCallback) for one in trainer.callbacks)
-            self._stay = _Stay(self._mailbox, learner, trial, marks)
+            self._stay = Stay(self._sources.mailbox, learner, trial, marks)
             self.session = self._stay.session
         return self._stay
 
@@ -347,8 +285,9 @@ class SharedQueueDataModule(LightningDataModule):
         loop = stay.lockstep.train(
             dataset,
             self._feed("train").loader,
-            uneven=self._uneven,
+            uneven=self._sources.uneven,
             limit=self._steps_allowed(),
+            done=self._steps_done(),
             run=stay.name,
         )
         with closing(loop):
@@ -389,6 +328,19 @@ class SharedQueueDataModule(LightningDataModule):
                 yield batch
                 stay.settle()
 
+    def _steps_done(self) -> int:
+        """Steps of the epoch that a checkpoint has behind it, where the Trainer goes on in its middle."""
+        done = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        if done:
+            warnings.warn(
+                f"the checkpoint was saved after {done} steps of epoch {self._trainer.current_epoch}, and does not "
+                "say which batches they had: the epoch goes on for the steps that are left, with some batches again "
+                "and others never; resume from a checkpoint of an epoch's end",
+                ShardQueueWarning,
+                stacklevel=3,
+            )
+        return done
+
     def _steps_allowed(self) -> int | None:
         """Steps of an epoch of training, at most."""
         limit: float = self._trainer.limit_train_batches
@@ -417,14 +369,14 @@ class SharedQueueDataModule(LightningDataModule):
         if feed.whole is not None:
             return feed.whole
         if stage == "train":
-            return shares(dataset, ranks, self._uneven)[1]
+            return shares(dataset, ranks, self._sources.uneven)[1]
         if dataset.batches is None:
             raise TypeError("nobody knows how many batches there are; pass batches= to the data module")
         return -(-dataset.batches // ranks) if self._even(dataset) else dataset.batches
 
     def __getstate__(self) -> dict[str, Any]:
         """For strategies that spawn their ranks: what belongs to this process stays here."""
-        return {**self.__dict__, "_feeds": {}, "_mailbox": None, "_stay": None, "session": None}
+        return {**self.__dict__, "_feeds": {}, "_stay": None, "session": None}
 
 
 class StageLoader:
@@ -448,97 +400,6 @@ class StageLoader:
         return self._data._train() if self._stage == "train" else self._data._evaluate(self._stage)
 
 
-@dataclass(frozen=True, slots=True)
-class _Feed:
-    """What all loaders of a stage have in common.
-
-    `whole`: steps of the source, where a fraction of them is overfitted; the Trainer takes that fraction itself.
-    """
-
-    source: Any
-    overfit: float
-    dataset: SharedQueueDataset
-    loader: DataLoader[Any]
-    whole: int | None
-
-
-class _Stay:
-    """A training process's stay in one run: from the first batch to the Trainer's end, or its error.
-
-    Attributes:
-        trial: why the run is deleted afterwards, so that it has a name of its own; "" for one that stays.
-        marks: coming back for the next batch makes the last one trained, for want of a callback that says so.
-        pending: samples of the batch that coming back would make trained.
-        calm: what is switched off in the model until an evaluation is over. That is when training goes on: Lightning
-            may fetch a batch ahead, so the last step comes after the loader's end.
-    """
-
-    def __init__(self, mailbox: Mailbox, learner_id: str, trial: str, marks: bool) -> None:
-        self.trial, self.marks = trial, marks
-        self.name = f"{trial}-{os.urandom(6).hex()}" if trial else None
-        self.pending: int | None = None
-        self.calm = ExitStack()
-        self.session = Session(mailbox, learner_id)
-        self._ranks = Ranks(dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
-        self.lockstep = self.session.lockstep = Lockstep(self.session, self._ranks)
-        self._leftovers = Leftovers(mailbox)
-        self._validated: list[str] = []
-        self.session.__enter__()
-
-    def settle(self) -> None:
-        """The Trainer asks for another batch: it is done with the last one."""
-        if self.pending is not None:
-            samples, self.pending = self.pending, None
-            self.session.step(samples=samples)
-
-    def validate(self, pass_: str) -> None:
-        """A validation begins; what is left over of those before, whose loops all ranks have left, is deleted."""
-        self.session.unbook(pass_)
-        self._remove_validated()
-        self._validated.append(pass_)
-
-    def _remove_validated(self) -> None:
-        if self._ranks.rank == 0 and self.session.joined is not None:
-            for pass_ in self._validated:
-                self._leftovers.remove(self.session.joined.keys.pass_keys(pass_).folder)
-        self._validated = []
-
-    def leave(self, error: BaseException | None) -> None:
-        """Give back what was not trained, and delete what nobody needs."""
-        self.calm.close()
-        if error is None:
-            self.settle()
-            self.session.__exit__(None, None, None)
-            self._ranks.gather({})  # so that nobody writes any more
-            if self.trial and self._ranks.rank == 0 and self.session.joined is not None:
-                self._leftovers.remove_run(self.session.joined.keys)
-            self._remove_validated()
-            self._ranks.close()
-        else:
-            self.session.__exit__(type(error), error, error.__traceback__)
-        self._leftovers.close()
-
-
-def first_batches(units: Mapping[str, Any], batches: int) -> dict[str, Unit]:
-    """The first units of a plan, with so many batches in all, or with all there are.
-
-    Raises:
-        InvalidInputError: the units do not say how many batches they have.
-    """
-    found: dict[str, Unit] = {}
-    for identifier, unit in units.items():
-        if not isinstance(unit, Unit):
-            bound = "0 with units that do not say how many batches they have"
-            raise InvalidInputError(
-                "overfit_batches", batches, bound, "pass a few units, or limit_train_batches"
-            )
-        found[identifier] = replace(unit, count=min(unit.count, batches))
-        batches -= unit.count
-        if batches <= 0:
-            break
-    return found
-
-
 def _refuse_shared_replicas(trainer: Trainer) -> None:
     """Ranks that hold parts of one replica need the same batches."""
     replicas = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", trainer.world_size)
@@ -546,25 +407,3 @@ def _refuse_shared_replicas(trainer: Trainer) -> None:
         bound = f"{trainer.world_size}, one replica of the model a rank"
         remedy = "use a strategy without tensor or pipeline parallelism"
         raise InvalidInputError("replicas", replicas, bound, remedy)
-
-
-def _average_counts_exactly(strategy: Any) -> None:
-    """Lightning divides a synchronised mean by the mean count of samples, and that it would truncate."""
-    reduce = strategy.reduce
-
-    def reduce_exactly(tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        counts = isinstance(tensor, Tensor) and not tensor.is_floating_point() and dist.is_initialized()
-        return reduce(tensor.double() if counts and reduce_op == "mean" else tensor, group, reduce_op)
-
-    if "reduce" not in vars(strategy):
-        strategy.reduce = reduce_exactly  # no partial: Lightning copies what one holds at every `self.log`
-
-
-def _seeds(rank: int) -> Callable[[int], None] | None:
-    """What seeds loader workers, where `seed_everything(workers=True)` asked for it, as for any loader."""
-    asked = int(os.environ.get("PL_SEED_WORKERS", "0"))
-    return partial(pl_worker_init_function, rank=rank) if asked else None
-
-
-def _as_it_is(item: T) -> T:
-    return item

@@ -319,3 +319,19 @@ def _is_freed(value: Any) -> bool:
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
         return False
     return value.numel() > 0 and value.untyped_storage().nbytes() == 0
+
+
+def average_counts_exactly(strategy: Any) -> None:
+    """Lightning divides a synchronised mean by the mean count of samples, and that it would truncate."""
+    reduce = strategy.reduce
+
+    def reduce_exactly(tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        counts = (
+            isinstance(tensor, torch.Tensor)
+            and not tensor.is_floating_point()
+            and torch.distributed.is_initialized()
+        )
+        return reduce(tensor.double() if counts and reduce_op == "mean" else tensor, group, reduce_op)
+
+    if "reduce" not in vars(strategy):
+        strategy.reduce = reduce_exactly  # no partial: Lightning copies what one holds at every `self.log`

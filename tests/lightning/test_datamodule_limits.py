@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import warnings
 from collections import Counter
 from functools import partial
@@ -12,7 +13,7 @@ import torch
 from jobs import Job, rows_of, run_all, steps_of
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping, TQDMProgressBar
-from models import Numbered, Recorder
+from models import Numbered, Recorder, quiet_trainer
 
 from shardqueue.lightning import SharedQueueDataModule
 
@@ -189,6 +190,17 @@ def test_loader_settings(ranks: Up, tmp_path: Path, settings: dict[str, Any]) ->
         assert set(rows_of(every, f"train{epoch}")) == set(range(ROWS))
         assert steps_of(every, f"train{epoch}") == [6, 6]
     assert rows_of(every, "val") == Counter(3 * list(range(ROWS)))
+
+
+def workers_left(rank: int, folder: str) -> int:
+    """Processes that a fit with persistent workers leaves."""
+    data = forking(folder, num_workers=2, persistent_workers=True, **numbered("train"))
+    quiet_trainer(1, limit_val_batches=0).fit(Recorder(), datamodule=data)
+    return len(multiprocessing.active_children())
+
+
+def test_persistent_workers_end_with_the_fit(ranks: Up, tmp_path: Path) -> None:
+    assert ranks(1).run(workers_left, str(tmp_path)) == [0]
 
 
 # -- validation in fit ---------------------------------------------------------------------------------------

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
+import sys
+import time
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 import torch
@@ -17,12 +21,15 @@ from torch.utils.data import Dataset, IterableDataset
 from shardqueue import Unit, unit_grid
 from shardqueue.errors import InvalidInputError
 from shardqueue.lightning import SharedQueueDataModule
+from shardqueue.mailbox import open_mailbox
+from shardqueue.mailbox.faults import Wrapper
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+    from collections.abc import Callable, Iterator
 
     from jobs import Up
+
+T = TypeVar("T")
 
 ROWS, BATCH = 22, 2
 
@@ -123,6 +130,100 @@ def test_set_in_setup(ranks: Up, tmp_path: Path) -> None:
     every = run_all(ranks, 2, Job(str(tmp_path), {"batch_size": BATCH}, module=Late))
     assert set(rows_of(every, "train0")) == set(range(ROWS))
     assert rows_of(every, "val") == Counter(range(6))
+
+
+# -- a rank that is late -------------------------------------------------------------------------------------
+
+
+class Tardy(Recorder):
+    """Rank 1 begins its validation when rank 0 could have done all of it, and leaves when that could be long gone."""
+
+    def on_validation_start(self) -> None:
+        self._be_late()
+
+    def on_validation_end(self) -> None:
+        self._be_late()
+
+    def _be_late(self) -> None:
+        if self.global_rank == 1:
+            time.sleep(0.7)
+
+
+@pytest.mark.parametrize("source", ["dataset", "units"])
+def test_a_late_rank(ranks: Up, tmp_path: Path, source: str) -> None:
+    data = numbered("val") if source == "dataset" else {"val": UNSIZED, "load": load_range}
+    every = run_all(ranks, 2, Job(str(tmp_path), data, verbs=("validate",), model=Tardy))
+    assert rows_of(every, "val") == Counter(range(ROWS))
+    assert 0 not in steps_of(every, "val")
+    assert [one.metrics["val_rows"] for one in every] == pytest.approx([(ROWS - 1) / 2] * 2)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+class SlowClaims(Wrapper):
+    """Whose claims arrive when another rank could have made all of them."""
+
+    def _around(self, verb: str, name: str, forward: Callable[[], T]) -> T:
+        if "/units/" in name:
+            time.sleep(0.7)
+        return forward()
+
+
+def far_away(mailbox: str, **settings: Any) -> SharedQueueDataModule:
+    """Rank 1 is far from the store."""
+    store = open_mailbox(mailbox)
+    return SharedQueueDataModule(SlowClaims(store) if os.environ["RANK"] == "1" else store, **settings)
+
+
+def test_a_slow_rank_has_its_first_batch(ranks: Up, tmp_path: Path) -> None:
+    job = Job(str(tmp_path), numbered("val"), verbs=("validate",), module=far_away)
+    every = run_all(ranks, 2, job)
+    assert rows_of(every, "val") == Counter(range(ROWS))
+    assert 0 not in steps_of(every, "val")
+    assert [one.metrics["val_rows"] for one in every] == pytest.approx([(ROWS - 1) / 2] * 2)
+
+
+# -- by configuration ----------------------------------------------------------------------------------------
+
+
+def configured(rank: int, folder: str, data: dict[str, Any]) -> dict[str, list[list[int]]]:
+    """Fit as a file of settings says."""
+    from lightning.pytorch.cli import LightningCLI
+
+    settings = {
+        "model": {"class_path": "models.Recorder", "init_args": {"lr": 0.01}},
+        "data": {
+            "class_path": "shardqueue.lightning.SharedQueueDataModule",
+            "init_args": {"mailbox": f"{folder}/mailbox", **data},
+        },
+        "trainer": {
+            **{"accelerator": "cpu", "devices": 1, "max_epochs": 1, "limit_val_batches": 0, "logger": False},
+            **{"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False},
+        },
+    }
+    file = Path(folder) / "settings.json"  # which is YAML, too
+    file.write_text(json.dumps(settings))
+    sys.argv = ["train", "fit", "--config", str(file)]
+    os.environ["JSONARGPARSE_DEPRECATION_WARNINGS"] = "off"  # Lightning 2.6 uses what 4.5x deprecates
+    cli = LightningCLI(save_config_callback=None, seed_everything_default=False)
+    seen: dict[str, list[list[int]]] = cli.model.seen
+    return seen
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"train": {"class_path": "models.Numbered", "init_args": {"rows": ROWS}}, "batch_size": BATCH},
+        {
+            "train": {"class_path": "shardqueue.unit_grid", "init_args": {"steps": 11, "unit_steps": 3}},
+            "load": "test_datamodule_sources.load",
+        },
+    ],
+    ids=["dataset", "units"],
+)
+def test_from_settings(ranks: Up, tmp_path: Path, data: dict[str, Any]) -> None:
+    pytest.importorskip("jsonargparse")
+    (seen,) = ranks(1).run(configured, str(tmp_path), data)
+    assert Counter(row for batch in seen["train0"] for row in batch) == Counter(range(ROWS))
 
 
 # -- strategies ----------------------------------------------------------------------------------------------
