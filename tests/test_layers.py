@@ -106,6 +106,7 @@ FLOORS = {
     "lightning.datamodule": 4,
     "lightning.evaluation": 4,
     "lightning.leftovers": 4,
+    "lightning.numbers": 4,
     "lightning.sources": 4,
     "lightning.stay": 4,
     "rows": 4,

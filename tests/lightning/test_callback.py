@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from shardqueue import Session, shared_queue, unit_grid
 from shardqueue.errors import ClosedError, InvalidInputError
-from shardqueue.lightning.callback import (
-    SharedQueueCallback,
+from shardqueue.lightning.callback import SharedQueueCallback
+from shardqueue.lightning.numbers import (
     group_factors,
     metrics,
     rank_rates,
