@@ -18,13 +18,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from shardqueue.errors import InvalidInputError
+from shardqueue.errors import AgreementError, InvalidInputError
 
 logger = logging.getLogger("shardqueue")
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+STEP, WORDS = 1.0, 2.0
+DOING = {STEP: "asks for its next batch", WORDS: "begins a loop, or leaves the run"}
+"""What a rank does, by the kind of what it says."""
 TURN = 1.0
 """Seconds after which a rank that waits for others looks up."""
 LONG = 60.0
@@ -35,11 +38,13 @@ PATIENCE = 5.0
 
 @dataclass(slots=True)
 class Row:
-    """One rank's numbers in an agreement."""
+    """One rank's numbers in an agreement; `kind` is STEP or WORDS, and then `size` how many bytes follow."""
 
+    kind: float = STEP
     has: float = 0.0
     settled: float = 0.0
     events: float = 0.0
+    starves: float = 0.0
     gave_up: float = 0.0
     size: float = 0.0
     batches: float = 0.0
@@ -71,6 +76,9 @@ class Ranks:
         self._group: Any = None
         if group is None:
             return
+        if not isinstance(group, dist.ProcessGroup):
+            bound = "a process group of torch.distributed"
+            raise InvalidInputError("group", group, bound, "pass torch.distributed.group.WORLD")
         if dist.get_rank(group) < 0:
             bound = "one that this process is in"
             raise InvalidInputError("group", group, bound, "call this in the ranks of the group alone")
@@ -97,10 +105,8 @@ class Ranks:
     def gather(self, said: Mapping[str, object]) -> list[dict[str, Any]]:
         """What each rank said, by rank; JSON."""
         data = json.dumps(said).encode()
-        sizes = np.zeros(self.size, np.int64)
-        sizes[self.rank] = len(data)
-        self.wait(self._sum(sizes))
-        table = np.zeros((self.size, sizes.max()), np.uint8)
+        sizes = [int(row.size) for row in self.begin(Row(kind=WORDS, size=len(data))).rows()]
+        table = np.zeros((self.size, max(sizes)), np.uint8)
         table[self.rank, : len(data)] = np.frombuffer(data, np.uint8)
         self.wait(self._sum(table))
         return [json.loads(row[:size].tobytes()) for row, size in zip(table, sizes, strict=True)]
@@ -152,9 +158,21 @@ class Agreement:
     work: Any
 
     def rows(self) -> list[Row]:
-        """What each rank said, by rank, once all have."""
+        """What each rank said, by rank, once all have.
+
+        Raises:
+            AgreementError: another rank is at another place in the program.
+            PeerGoneError: one is gone.
+        """
         self.ranks.wait(self.work)
-        return [Row(*row) for row in self.table.tolist()]
+        rows = [Row(*row) for row in self.table.tolist()]
+        for rank, row in enumerate(rows):
+            if row.kind != rows[0].kind:
+                raise AgreementError(
+                    f"rank 0 {DOING[rows[0].kind]}, rank {rank} {DOING[row.kind]}: all ranks must begin a loop "
+                    "together, and leave it after the same batch"
+                )
+        return rows
 
 
 def batch_samples(batch: Any) -> int:

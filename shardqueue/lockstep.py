@@ -18,6 +18,7 @@ import logging
 import socket
 import threading
 import warnings
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
@@ -106,7 +107,8 @@ class Lockstep:
         joined, error = None, None
         if self.ranks.rank == 0:
             try:
-                joined = session.find_run(plan, run, stage=stage, fresh=run is None)
+                found = session.find_run(plan, run, stage=stage, fresh=run is None)
+                joined = replace(found, together=True)
             except ShardQueueError as raised:
                 error = raised
         told = self._tell(joined, error)
@@ -161,16 +163,16 @@ class Lockstep:
             check_manifest(keys, manifest, plan, stage)
         except ShardQueueError as error:
             return None, str(error)
-        return Joined(keys, manifest), ""
+        return Joined(keys, manifest, together=True), ""
 
     def _agree(self, settings: Mapping[str, object]) -> None:
         """Raise, on every rank, unless all have the same settings."""
         said = self.ranks.gather(settings)
         for rank, other in enumerate(said):
-            for name in said[0]:
-                if other.get(name) != said[0][name]:
+            for name in said[0] | other:
+                if other.get(name) != said[0].get(name):
                     raise AgreementError(
-                        f"{name} differs between ranks: rank 0 has {said[0][name]!r}, rank {rank} "
+                        f"{name} differs between ranks: rank 0 has {said[0].get(name)!r}, rank {rank} "
                         f"{other.get(name)!r}; start all ranks with the same settings"
                     )
 
@@ -210,6 +212,7 @@ class Lockstep:
         limit: int | None = None,
         done: int = 0,
         run: str | None = None,
+        settings: Mapping[str, object] | None = None,
     ) -> Generator[T]:
         """The items of one pass, as many on every rank. What is a repeat says `repeating`.
 
@@ -220,6 +223,7 @@ class Lockstep:
             limit: steps, at most.
             done: steps of the pass that were done in another run; as many fewer are left.
             run: name of a run to be opened, where none is yet.
+            settings: what else all ranks must have alike; JSON.
 
         Raises:
             InvalidInputError: the number of batches is not known, or too small.
@@ -227,8 +231,8 @@ class Lockstep:
             ClosedError: another loop over the same stage has begun.
         """
         total, steps = shares(dataset, self.ranks.size, uneven, limit)
-        settings = {"total": total, "steps": steps, "done": done, "uneven": uneven}
-        pass_ = self._begin(dataset, settings, run)
+        own = {"uneven": uneven, "limit": limit, "done": done, "total": total, "steps": steps}
+        pass_ = self._begin(dataset, {**(settings or {}), **own}, run)
         left = max(0, total - done * self.ranks.size)
         share = Allowance(left).part(self.ranks.rank, self.ranks.size)
         self.session.allow(pass_, share)
@@ -296,13 +300,15 @@ class Lockstep:
                 item = supply.fetch(wait=False)
             row = self._row(supply, None)
             row.has, row.gave_up = float(item is not None), float(gave_up)
+            row.starves = float(item is None and supply.empty_looks > 0)
             row.settled, row.events = float(supply.settled), supply.events
             rows = self.ranks.begin(row).rows()
             if sum(row.has for row in rows) >= needed and (not settled or all(row.settled for row in rows)):
                 return item, rows
             if any(row.gave_up for row in rows):
                 self._raise_missing(needed, rows)
-            supply.cut()
+            if any(row.starves for row in rows):
+                supply.cut()
             events = sum(row.events for row in rows)
             if item is None and all(row.settled for row in rows):
                 if mark is None or mark[0] != events:
@@ -329,7 +335,7 @@ class Lockstep:
             older.dismiss()
         number = dataset.next_pass
         signature = json.loads(json.dumps(dataset.plan.signature()))
-        self._agree({"pass": dataset.pass_name(number), "plan": signature, **settings})
+        self._agree({**settings, "pass": dataset.pass_name(number), "plan": signature})
         if self.session.joined is None:
             self.open(dataset.plan, dataset.stage, run)
         return dataset.pass_name(number)
@@ -405,6 +411,7 @@ class Lockstep:
         even: bool = False,
         limit: int | None = None,
         run: str | None = None,
+        settings: Mapping[str, object] | None = None,
     ) -> Generator[T]:
         """The items of one pass, each on one rank, and more of them on the fast ones.
 
@@ -413,17 +420,18 @@ class Lockstep:
             even: as many on every rank; the surplus ones say `repeating`.
             limit: batches a rank, at most; then the ranks have as many, and nothing is repeated unless `even`.
             run: name of a run to be opened, where none is yet.
+            settings: what else all ranks must have alike; JSON.
 
         Raises:
             InvalidInputError: there are fewer batches than ranks.
             AgreementError: the ranks do not agree, or one is gone.
         """
         if even or limit is not None:
-            for item in self.train(dataset, loader, limit=limit, run=run):
+            for item in self.train(dataset, loader, limit=limit, run=run, settings=settings):
                 if even or not self.repeating:
                     yield item
             return
-        pass_ = self._begin(dataset, {"total": dataset.batches}, run)
+        pass_ = self._begin(dataset, {**(settings or {}), "total": dataset.batches}, run)
         first = first_share(dataset, self.ranks.size) if self.ranks.size > 1 else 0
         self.session.allow(pass_, Allowance(first, final=False) if first else UNLIMITED)
         supply = self._supplies[dataset.stage] = Supply(self.session, dataset, loader, pass_, None)

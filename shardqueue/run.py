@@ -74,6 +74,7 @@ class Joined:
         peers: (learner, instance) of those who were there before us.
         late: somebody has claimed before us.
         twin: another live learner has our label.
+        together: its learners step together, and agree on every plan before they begin on it.
         notices: what the user should be told.
     """
 
@@ -83,6 +84,7 @@ class Joined:
     late: bool = False
     twin: bool = False
     notices: tuple[str, ...] = ()
+    together: bool = False
 
 
 @dataclass(slots=True)
@@ -345,6 +347,8 @@ def check_joined(joined: Joined, plan: Plan, run: str | None, stage: str = "") -
             f"run={run!r}: the entered session is in run {joined.keys.run!r}; leave it, and enter a new Session for "
             "another run"
         )
+    if joined.together and (stage or TRAIN) not in joined.manifest.plans:
+        return
     check_manifest(joined.keys, joined.manifest, plan, stage)
 
 

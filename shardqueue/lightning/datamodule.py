@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from contextlib import closing
+from contextlib import closing, contextmanager
 from itertools import islice
 from math import ceil, inf
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -23,7 +23,7 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.combined_loader import _shutdown_workers_and_reset_iterator
 
 from shardqueue.agreement import batch_samples
-from shardqueue.errors import InvalidInputError, ShardQueueWarning
+from shardqueue.errors import ClosedError, InvalidInputError, ShardQueueWarning
 from shardqueue.lightning.callback import SharedQueueCallback
 from shardqueue.lightning.evaluation import (
     average_counts_exactly,
@@ -48,6 +48,25 @@ if TYPE_CHECKING:
     from shardqueue.units import Step
 
 T = TypeVar("T")
+
+ALIKE = (
+    *(
+        "max_epochs",
+        "max_steps",
+        "min_epochs",
+        "min_steps",
+        "accumulate_grad_batches",
+        "num_sanity_val_steps",
+    ),
+    *(
+        "val_check_interval",
+        "check_val_every_n_epoch",
+        "reload_dataloaders_every_n_epochs",
+        "overfit_batches",
+    ),
+    *("limit_train_batches", "limit_val_batches", "fast_dev_run"),
+)
+"""Settings of a Trainer that decide how often which loader is iterated."""
 
 
 class SharedQueueDataModule(LightningDataModule):
@@ -159,6 +178,7 @@ class SharedQueueDataModule(LightningDataModule):
         self._stay: Stay | None = None
         self._feeds: dict[Stage, StageFeed] = {}
         self._passes: Counter[Stage] = Counter()
+        self._going: set[Stage] = set()
 
     # -- for Lightning -----------------------------------------------------------------------------------
 
@@ -180,10 +200,12 @@ class SharedQueueDataModule(LightningDataModule):
 
     def teardown(self, stage: str) -> None:  # noqa: ARG002
         """Leave the run."""
+        self._going.clear()
         self._leave(None)
 
     def on_exception(self, exception: BaseException) -> None:
         """Leave the run, and say who is gone if that is why."""
+        self._going.clear()
         self._leave(exception)
 
     def in_order(self, outputs: Sequence[T]) -> list[T]:
@@ -197,6 +219,11 @@ class SharedQueueDataModule(LightningDataModule):
         Raises:
             InvalidInputError: there are not as many as this rank had batches.
         """
+        given: object = outputs
+        if given is None:
+            bound = "what trainer.predict returned"
+            remedy = 'use strategy="ddp", not one that spawns its ranks, and return_predictions=True'
+            raise InvalidInputError("outputs", None, bound, remedy)
         if len(outputs) != len(self.steps):
             bound = f"{len(self.steps)}, one for each batch this rank had"
             raise InvalidInputError("outputs", len(outputs), bound, "pass what trainer.predict returned")
@@ -278,10 +305,37 @@ class SharedQueueDataModule(LightningDataModule):
             return few or bool(self._even_evaluation)
         return collectives_in_forward(self._trainer) is not None
 
+    @contextmanager
+    def _alone(self, stage: Stage) -> Iterator[None]:
+        """Refuse a second loop over a stage while one goes on."""
+        if stage in self._going:
+            raise ClosedError(
+                f"a loop over {stage} batches of this data module goes on; iterate one loader of a stage at a time, "
+                "and to look at samples take them from the dataset"
+            )
+        self._going.add(stage)
+        try:
+            yield
+        finally:
+            self._going.discard(stage)
+
     def _train(self) -> Iterator[Any]:
-        stay, dataset = self._enter("train"), self._feed("train").dataset
+        with self._alone("train"):
+            yield from self._epoch()
+
+    def _evaluate(self, stage: Stage) -> Iterator[Any]:
+        with self._alone(stage):
+            yield from self._evaluation(stage)
+
+    def _epoch(self) -> Iterator[Any]:
+        stay, epoch = self._enter("train"), self._trainer.current_epoch
+        if epoch in stay.epochs:  # by somebody who only looked: what that loop had is not known to be trained
+            self._leave(None)
+            stay = self._enter("train")
+        stay.epochs.add(epoch)
+        dataset = self._feed("train").dataset
         stay.settle()
-        dataset.set_epoch(self._trainer.current_epoch)
+        dataset.set_epoch(epoch)
         loop = stay.lockstep.train(
             dataset,
             self._feed("train").loader,
@@ -289,6 +343,7 @@ class SharedQueueDataModule(LightningDataModule):
             limit=self._steps_allowed(),
             done=self._steps_done(),
             run=stay.name,
+            settings=self._agreed_settings(),
         )
         with closing(loop):
             for step, batch in loop:
@@ -299,7 +354,7 @@ class SharedQueueDataModule(LightningDataModule):
                 stay.calm.close()
                 stay.settle()
 
-    def _evaluate(self, stage: Stage) -> Iterator[Any]:
+    def _evaluation(self, stage: Stage) -> Iterator[Any]:
         stay, feed = self._enter(stage), self._feed(stage)
         stay.calm.close()
         stay.settle()
@@ -313,7 +368,12 @@ class SharedQueueDataModule(LightningDataModule):
             stay.calm.enter_context(quiet_buffers(trainer))
         known = feed.dataset.batches is not None
         loop = stay.lockstep.evaluate(
-            feed.dataset, feed.loader, even=even, limit=limit if known else None, run=stay.name
+            feed.dataset,
+            feed.loader,
+            even=even,
+            limit=limit if known else None,
+            run=stay.name,
+            settings={"even_evaluation": even, f"limit_{stage}_batches": limit, **self._agreed_settings()},
         )
         self.steps = []
         with closing(loop):
@@ -327,6 +387,11 @@ class SharedQueueDataModule(LightningDataModule):
                     stay.pending = batch_samples(batch)
                 yield batch
                 stay.settle()
+
+    def _agreed_settings(self) -> dict[str, object]:
+        """What all Trainers of a job must have alike, or one would leave the others waiting."""
+        trainer = self._trainer
+        return {name: str(getattr(trainer, name)) for name in ALIKE}
 
     def _steps_done(self) -> int:
         """Steps of the epoch that a checkpoint has behind it, where the Trainer goes on in its middle."""
@@ -376,7 +441,7 @@ class SharedQueueDataModule(LightningDataModule):
 
     def __getstate__(self) -> dict[str, Any]:
         """For strategies that spawn their ranks: what belongs to this process stays here."""
-        return {**self.__dict__, "_feeds": {}, "_stay": None, "session": None}
+        return {**self.__dict__, "_feeds": {}, "_going": set(), "_stay": None, "session": None}
 
 
 class StageLoader:
