@@ -167,14 +167,7 @@ class Lockstep:
 
     def _agree(self, settings: Mapping[str, object]) -> None:
         """Raise, on every rank, unless all have the same settings."""
-        said = self.ranks.gather(settings)
-        for rank, other in enumerate(said):
-            for name in said[0] | other:
-                if other.get(name) != said[0].get(name):
-                    raise AgreementError(
-                        f"{name} differs between ranks: rank 0 has {said[0].get(name)!r}, rank {rank} "
-                        f"{other.get(name)!r}; start all ranks with the same settings"
-                    )
+        check_alike(self.ranks.gather(settings))
 
     def _name(self, error: BaseException | None) -> BaseException | None:
         """The error that names who is gone; without an `error` of the group, only if somebody is."""
@@ -200,6 +193,11 @@ class Lockstep:
     def _say(peers: Peers, gone: Sequence[Gone]) -> str:
         more = f"; and {len(gone) - NAMED} more" if len(gone) > NAMED else ""
         return "; ".join(map(peers.describe, gone[:NAMED])) + more
+
+    def is_at_end(self, stage: str) -> bool:
+        """Whether the loop over a stage has all it gets, though it may not have come back for more."""
+        supply = self._supplies.get(stage)
+        return supply is not None and supply.at_end
 
     # -- a pass ------------------------------------------------------------------------------------------
 
@@ -503,6 +501,22 @@ def first_share(dataset: SharedQueueDataset, ranks: int) -> int:
         f"at least {ranks}, one a rank, so that every rank has metrics to reduce",
         "make batches smaller, or evaluate on fewer ranks",
     )
+
+
+def check_alike(said: Sequence[Mapping[str, object]]) -> None:
+    """Raise unless all ranks said the same.
+
+    Raises:
+        AgreementError: naming what differs, and on which rank.
+    """
+    first = said[0]
+    for rank, other in enumerate(said):
+        for name in {**first, **other}:
+            if other.get(name) != first.get(name):
+                raise AgreementError(
+                    f"{name} differs between ranks: rank 0 has {first.get(name)!r}, rank {rank} {other.get(name)!r}; "
+                    "start all ranks with the same settings"
+                )
 
 
 def lockstep_of(session: Session, group: Any) -> Lockstep:

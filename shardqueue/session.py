@@ -511,6 +511,10 @@ class Session:
             self._book.release((pass_, claim.identifier, claim.attempt))
             self._last.pop((pass_, claim.identifier, claim.attempt), None)
 
+    def leave_it_to_step(self) -> None:
+        """Nothing but `step` makes a batch trained, also before its first call."""
+        self._stepped = True
+
     def unbook(self, pass_: str) -> None:
         """What is done of this pass need not be known later: coming back is enough, and the log is silent on it."""
         self._unbooked.add(pass_)

@@ -33,7 +33,7 @@ from shardqueue.lightning.evaluation import (
 )
 from shardqueue.lightning.sources import STAGES, Sources, Stage, StageFeed
 from shardqueue.lightning.stay import Stay
-from shardqueue.lockstep import shares
+from shardqueue.lockstep import check_alike, shares
 
 if TYPE_CHECKING:
     import os
@@ -178,7 +178,8 @@ class SharedQueueDataModule(LightningDataModule):
         self._stay: Stay | None = None
         self._feeds: dict[Stage, StageFeed] = {}
         self._passes: Counter[Stage] = Counter()
-        self._going: set[Stage] = set()
+        self._going: dict[Stage, object] = {}
+        self._epochs: set[int] = set()
 
     # -- for Lightning -----------------------------------------------------------------------------------
 
@@ -198,14 +199,24 @@ class SharedQueueDataModule(LightningDataModule):
         """Batches to predict from."""
         return self._loader("predict")
 
+    def setup(self, stage: str) -> None:  # noqa: ARG002
+        """Refuse ranks whose Trainers differ, which would leave one waiting for another."""
+        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+            return
+        said: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(said, {**self._alike(), "even_evaluation": self._even_evaluation})
+        check_alike(said)
+
     def teardown(self, stage: str) -> None:  # noqa: ARG002
         """Leave the run."""
         self._going.clear()
+        self._epochs.clear()
         self._leave(None)
 
     def on_exception(self, exception: BaseException) -> None:
         """Leave the run, and say who is gone if that is why."""
         self._going.clear()
+        self._epochs.clear()
         self._leave(exception)
 
     def in_order(self, outputs: Sequence[T]) -> list[T]:
@@ -308,16 +319,18 @@ class SharedQueueDataModule(LightningDataModule):
     @contextmanager
     def _alone(self, stage: Stage) -> Iterator[None]:
         """Refuse a second loop over a stage while one goes on."""
-        if stage in self._going:
+        ended = self._stay is not None and self._stay.lockstep.is_at_end("" if stage == "train" else stage)
+        if stage in self._going and not ended:
             raise ClosedError(
                 f"a loop over {stage} batches of this data module goes on; iterate one loader of a stage at a time, "
                 "and to look at samples take them from the dataset"
             )
-        self._going.add(stage)
+        mark = self._going[stage] = object()
         try:
             yield
         finally:
-            self._going.discard(stage)
+            if self._going.get(stage) is mark:
+                del self._going[stage]
 
     def _train(self) -> Iterator[Any]:
         with self._alone("train"):
@@ -328,11 +341,12 @@ class SharedQueueDataModule(LightningDataModule):
             yield from self._evaluation(stage)
 
     def _epoch(self) -> Iterator[Any]:
-        stay, epoch = self._enter("train"), self._trainer.current_epoch
-        if epoch in stay.epochs:  # by somebody who only looked: what that loop had is not known to be trained
+        epoch = self._trainer.current_epoch
+        again = epoch in self._epochs
+        if again:  # somebody only looked: what that loop had is not known to be trained
             self._leave(None)
-            stay = self._enter("train")
-        stay.epochs.add(epoch)
+        self._epochs.add(epoch)
+        stay = self._enter("train")
         dataset = self._feed("train").dataset
         stay.settle()
         dataset.set_epoch(epoch)
@@ -341,9 +355,8 @@ class SharedQueueDataModule(LightningDataModule):
             self._feed("train").loader,
             uneven=self._sources.uneven,
             limit=self._steps_allowed(),
-            done=self._steps_done(),
+            done=0 if again else self._steps_done(),
             run=stay.name,
-            settings=self._agreed_settings(),
         )
         with closing(loop):
             for step, batch in loop:
@@ -373,7 +386,7 @@ class SharedQueueDataModule(LightningDataModule):
             even=even,
             limit=limit if known else None,
             run=stay.name,
-            settings={"even_evaluation": even, f"limit_{stage}_batches": limit, **self._agreed_settings()},
+            settings={"even": even},
         )
         self.steps = []
         with closing(loop):
@@ -388,7 +401,7 @@ class SharedQueueDataModule(LightningDataModule):
                 yield batch
                 stay.settle()
 
-    def _agreed_settings(self) -> dict[str, object]:
+    def _alike(self) -> dict[str, object]:
         """What all Trainers of a job must have alike, or one would leave the others waiting."""
         trainer = self._trainer
         return {name: str(getattr(trainer, name)) for name in ALIKE}
@@ -441,7 +454,7 @@ class SharedQueueDataModule(LightningDataModule):
 
     def __getstate__(self) -> dict[str, Any]:
         """For strategies that spawn their ranks: what belongs to this process stays here."""
-        return {**self.__dict__, "_feeds": {}, "_going": set(), "_stay": None, "session": None}
+        return {**self.__dict__, "_feeds": {}, "_going": {}, "_stay": None, "session": None}
 
 
 class StageLoader:

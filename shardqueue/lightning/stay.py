@@ -23,7 +23,6 @@ class Stay:
     Attributes:
         trial: why the run is deleted afterwards, so that it has a name of its own; "" for one that stays.
         marks: coming back for the next batch makes the last one trained, for want of a callback that says so.
-        epochs: of training that were begun.
         pending: samples of the batch that coming back would make trained.
         calm: what is switched off in the model until an evaluation is over. That is when training goes on: Lightning
             may fetch a batch ahead, so the last step comes after the loader's end.
@@ -33,13 +32,13 @@ class Stay:
         self.trial, self.marks = trial, marks
         self.name = f"{trial}-{os.urandom(6).hex()}" if trial else None
         self.pending: int | None = None
-        self.epochs: set[int] = set()
         self.calm = ExitStack()
         self.session = Session(mailbox, learner_id)
         self._ranks = Ranks(dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
         self.lockstep = self.session.lockstep = Lockstep(self.session, self._ranks)
         self._leftovers = Leftovers(mailbox)
         self._validated: list[str] = []
+        self.session.leave_it_to_step()
         self.session.__enter__()
 
     def settle(self) -> None:
