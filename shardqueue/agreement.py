@@ -90,10 +90,10 @@ class Ranks:
             part = self.size < dist.get_world_size()
             self._group = dist.new_group(members, backend="gloo", use_local_synchronization=part)
 
-    def close(self) -> None:
-        """Forget the group."""
+    def close(self, broken: bool = False) -> None:
+        """Forget the group; one that is `broken` is left to torch, since to destroy it may take for ever."""
         group, self._group = self._group, None
-        if group is not None and dist.is_initialized():
+        if group is not None and not broken and dist.is_initialized():
             dist.destroy_process_group(group)
 
     def begin(self, row: Row) -> Agreement:

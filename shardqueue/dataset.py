@@ -10,6 +10,7 @@ A pass is one trip over the plan: the epoch that `set_epoch` said last, or else 
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -419,6 +420,7 @@ class SharedQueueDataset(IterableDataset[Any]):
 
     def _items_of_worker(self, info: WorkerInfo) -> Iterator[Any]:
         """Where iterations begin, and number themselves, in each worker alike."""
+        gc.freeze()  # what was inherited is not ours to finalise, such as a process group without its threads
         key = iteration_key(info.seed - info.id, next(self._iterations))
         return self._work(info, key)
 

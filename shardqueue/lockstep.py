@@ -74,6 +74,7 @@ class Lockstep:
     Args:
         session: entered; of this process.
         ranks: all of them.
+        closes: with the session, the ranks' group is done with.
 
     Attributes:
         agreed: what is agreed on for the step whose batch was handed out last; None before the first.
@@ -81,8 +82,8 @@ class Lockstep:
         repeated: batches handed out again so far, on all ranks.
     """
 
-    def __init__(self, session: Session, ranks: Ranks) -> None:
-        self.session, self.ranks = session, ranks
+    def __init__(self, session: Session, ranks: Ranks, closes: bool = True) -> None:
+        self.session, self.ranks, self._closes = session, ranks, closes
         self.agreed: Agreed | None = None
         self.repeating, self.repeated = False, 0
         self._peers: Peers | None = None
@@ -188,6 +189,8 @@ class Lockstep:
             gone = self._peers.watch(NAMING)
             if error is not None and gone:
                 error.add_note(self._say(self._peers, gone))
+        if self._closes or error is not None:
+            self.ranks.close(broken=error is not None)
 
     @staticmethod
     def _say(peers: Peers, gone: Sequence[Gone]) -> str:

@@ -757,3 +757,36 @@ def test_random_generators_of_workers_are_torchs(queue: str) -> None:
     dataset = SharedQueueDataset(unit_grid(20, 2), queue, random_state)
     seeds = {int(batch[0]) for _, batch in loader_of(dataset, 2)}
     assert len(seeds) == 1
+
+
+class Inherited:
+    """Garbage that says in which process it was collected."""
+
+    def __init__(self, told: Path) -> None:
+        self.me, self.told = self, told
+
+    def __del__(self) -> None:
+        with self.told.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+
+
+def test_a_forked_worker_finalises_nothing_it_inherited(tmp_path: Path) -> None:
+    def load(unit: Unit) -> Iterator[tuple[int, int]]:
+        gc.collect()
+        for step in unit.steps:
+            yield step, step
+
+    dataset = SharedQueueDataset(unit_grid(4, 2), tmp_path / "queue", load)
+    gc.collect()
+    gc.disable()
+    try:
+        Inherited(tmp_path / "told")
+        with Session(tmp_path / "queue", dataset.learner_id) as session:
+            loader = DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context="fork")
+            assert len(list(session.track(loader))) == 4
+            session.step()
+        assert not (tmp_path / "told").exists()
+    finally:
+        gc.enable()
+        gc.collect()
+    assert (tmp_path / "told").read_text() == f"{os.getpid()}\n"

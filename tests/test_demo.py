@@ -660,10 +660,11 @@ def test_a_killed_node_ends_the_phase_and_no_process_stays() -> None:
     shared = shared_tensors(slow)
 
     workers: set[int] = set()
+    others = set(multiprocessing.active_children())
 
     def kill_one() -> None:
         if shared.done.sum():
-            nodes = multiprocessing.active_children()
+            nodes = [child for child in multiprocessing.active_children() if child not in others]
             workers.update(*(children(process.pid) for process in nodes))
             nodes[0].kill()
 
@@ -672,7 +673,7 @@ def test_a_killed_node_ends_the_phase_and_no_process_stays() -> None:
         Fleet(slow, shared) as fleet,
     ):
         fleet.run("fixed split", "", kill_one)
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= others
     assert len(workers) == 2
     for _ in range(600):
         if not any(runs(worker) for worker in workers):

@@ -35,7 +35,7 @@ class Stay:
         self.calm = ExitStack()
         self.session = Session(mailbox, learner_id)
         self._ranks = Ranks(dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
-        self.lockstep = self.session.lockstep = Lockstep(self.session, self._ranks)
+        self.lockstep = self.session.lockstep = Lockstep(self.session, self._ranks, closes=False)
         self._leftovers = Leftovers(mailbox)
         self._validated: list[str] = []
         self.session.leave_it_to_step()
