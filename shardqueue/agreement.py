@@ -38,7 +38,11 @@ PATIENCE = 5.0
 
 @dataclass(slots=True)
 class Row:
-    """One rank's numbers in an agreement; `kind` is STEP or WORDS, and then `size` how many bytes follow."""
+    """One rank's numbers in an agreement; `kind` is STEP or WORDS, and then `size` how many bytes follow.
+
+    `has` counts the batches it is certain to get; of the `had` ones of this pass the largest had `size` samples, and
+    `small` ones had much fewer.
+    """
 
     kind: float = STEP
     has: float = 0.0
@@ -47,6 +51,8 @@ class Row:
     starves: float = 0.0
     gave_up: float = 0.0
     size: float = 0.0
+    small: float = 0.0
+    had: float = 0.0
     batches: float = 0.0
     samples: float = 0.0
     waited: float = 0.0

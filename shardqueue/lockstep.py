@@ -2,10 +2,10 @@
 
 Of the N batches of a pass each of W ranks is allowed N // W, and the first N mod W of them one more. It claims them
 from the queue like any learner, and gives back what it claimed beyond that (see `allowance`), for others to take. So
-all come to the last step, where up to W - 1 ranks have none and get their last batch again. Before each step the
-ranks agree that everyone has its batch, or on who has not; they start to while the step before is computed. Where a
-rank cannot tell yet that it will have a batch, as long as others have to give back what they may not take, the ranks
-go round until it has.
+all come to the last step, where up to W - 1 ranks have none and get their last batch again. The ranks agree, a step
+ahead, that everyone has its batch, or on who has not; an agreement covers as many steps as every rank is certain of a
+batch for. Where a rank cannot tell yet that it will have one, as long as others have to give back what they may not
+take, the ranks go round until it has.
 
 The same numbers say how far everybody is, which sets the learning rate (`Agreed.progress`), and who is how fast. A
 rank that is gone is named from its log in the mailbox.
@@ -18,6 +18,7 @@ import logging
 import socket
 import threading
 import warnings
+from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -64,6 +65,8 @@ SOON, LATER = 0.001, 0.05
 """Seconds between two rounds: at first, and at most."""
 SIGNS = ("gloo", "nccl", "connection closed by peer", "connection reset", "timed out")
 """What the message of a broken collective holds, where its type does not tell."""
+HORIZON = 16
+"""Steps that one agreement may cover, at most."""
 SIZES_DIFFER = 1.5
 """Ratio of the largest to the smallest batch of a step from which averaging by rank is misleading."""
 
@@ -89,7 +92,8 @@ class Lockstep:
         self._peers: Peers | None = None
         self._learners: list[str] = [session.learner_id]
         self._supplies: dict[str, Supply] = {}
-        self._told_sizes, self._uneven_steps = False, 0
+        self._told_sizes = False
+        self._sizes: Counter[int] = Counter()
         ranks.gone = self._name
 
     # -- agreeing on the run -----------------------------------------------------------------------------
@@ -243,31 +247,44 @@ class Lockstep:
 
     def _steps(self, supply: Supply, dataset: SharedQueueDataset, total: int, steps: range) -> Iterator[Any]:
         size, last = self.ranks.size, None
-        self._uneven_steps = 0
+        if not dataset.stage:
+            self._sizes.clear()
+        asked = steps.start
         try:
-            agreement = self.ranks.begin(self._row(supply, None))
+            agreement = self.ranks.begin(self._row(supply))
             for step in steps:
                 supply.at_end = step == steps.stop - 1
                 needed = min(size, total - step * size)
-                item, rows = self._next(supply, agreement, needed)
+                if step == asked:
+                    item, rows = self._next(supply, agreement, needed)
+                    asked = step + _certain(rows, steps.stop - 1 - step)
+                    states = self._states(rows)
+                    self._look_at(dataset, supply, total, rows)
+                else:
+                    item = supply.fetch_promised()
                 self.repeating = item is None
                 if item is None:
                     item = supply.sample() if last is None else last
                 last = item
                 if not dataset.stage:
+                    self._sizes[batch_samples(item)] += not self.repeating
                     self.repeated += size - needed
-                    self._compare_sizes(rows)
-                    self._check_units(dataset, supply, total, rows)
-                    self.agreed = self._as_agreed(dataset, supply.number, step, steps.stop, total, rows)
+                    self.agreed = self._as_agreed(dataset, supply.number, step, steps.stop, states)
                 if supply.at_end:
                     self._tell_repeats(supply, size - needed)
-                else:
-                    agreement = self.ranks.begin(self._row(supply, item))
+                elif step + 1 == asked:
+                    agreement = self.ranks.begin(self._row(supply))
                 yield item
                 self._check_alone(supply)
                 self.session.came_back()
         finally:
             supply.close()
+
+    def _look_at(self, dataset: SharedQueueDataset, supply: Supply, total: int, rows: list[Row]) -> None:
+        """Say what the numbers of a step of training show."""
+        if not dataset.stage:
+            self._compare_sizes(rows)
+            self._check_units(dataset, supply, total, rows)
 
     def _check_alone(self, supply: Supply) -> None:
         """Two loops over one stage would take each other's batches, and wait for each other."""
@@ -287,7 +304,7 @@ class Lockstep:
     def _next(self, supply: Supply, agreement: Agreement, needed: int) -> tuple[Any, list[Row]]:
         """Our item of the step that was agreed on, None if others have the last ones."""
         rows = agreement.rows()
-        if sum(row.has for row in rows) < needed:
+        if sum(row.has > 0 for row in rows) < needed:
             return self._go_round(supply, needed)
         return (supply.fetch_promised() if rows[self.ranks.rank].has else None), rows
 
@@ -299,12 +316,14 @@ class Lockstep:
         while True:
             if item is None:
                 item = supply.fetch(wait=False)
-            row = self._row(supply, None)
+            row = self._row(supply)
             row.has, row.gave_up = float(item is not None), float(gave_up)
             row.starves = float(item is None and supply.empty_looks > 0)
             row.settled, row.events = float(supply.settled), supply.events
             rows = self.ranks.begin(row).rows()
-            if sum(row.has for row in rows) >= needed and (not settled or all(row.settled for row in rows)):
+            if sum(row.has > 0 for row in rows) >= needed and (
+                not settled or all(row.settled for row in rows)
+            ):
                 return item, rows
             if any(row.gave_up for row in rows):
                 self._raise_missing(needed, rows)
@@ -341,11 +360,13 @@ class Lockstep:
             self.open(dataset.plan, dataset.stage, run)
         return dataset.pass_name(number)
 
-    def _row(self, supply: Supply, item: Any) -> Row:
-        rates = self.session.rates
+    def _row(self, supply: Supply) -> Row:
+        rates, largest = self.session.rates, max(self._sizes, default=0)
         return Row(
-            has=float(supply.assured),
-            size=0.0 if item is None or self.repeating else batch_samples(item),
+            has=supply.assured,
+            size=largest,
+            small=sum(count for size, count in self._sizes.items() if largest >= SIZES_DIFFER * size),
+            had=self._sizes.total(),
             batches=rates.batches,
             samples=rates.samples,
             waited=rates.waited,
@@ -353,27 +374,34 @@ class Lockstep:
             units=self.session.units_of(supply.pass_),
         )
 
-    def _as_agreed(
-        self, dataset: SharedQueueDataset, number: int, step: int, steps: int, total: int, rows: list[Row]
-    ) -> Agreed:
-        before, per_pass = step * self.ranks.size, dataset.steps
-        states = (
+    def _states(self, rows: list[Row]) -> tuple[RankState, ...]:
+        return tuple(
             RankState(
                 *(rank, self._learners[rank], int(row.batches), int(row.samples)),
                 *(row.waited, row.elapsed, int(row.units)),
             )
             for rank, row in enumerate(rows)
         )
+
+    def _as_agreed(
+        self,
+        dataset: SharedQueueDataset,
+        number: int,
+        step: int,
+        steps: int,
+        states: tuple[RankState, ...],
+    ) -> Agreed:
+        before, per_pass, total = step * self.ranks.size, dataset.steps, dataset.batches or 1
         return Agreed(
             epoch=number,
             step=step,
             steps=steps,
             batches=before,
-            total=total,
-            progress=number * per_pass + before * per_pass // (dataset.batches or total),
+            total=min(total, steps * self.ranks.size),
+            progress=number * per_pass + before * per_pass // total,
             repeated=self.repeated,
             units=len(dataset.plan),
-            ranks=tuple(states),
+            ranks=states,
         )
 
     def _check_units(self, dataset: SharedQueueDataset, supply: Supply, total: int, rows: list[Row]) -> None:
@@ -388,14 +416,14 @@ class Lockstep:
 
     def _compare_sizes(self, rows: list[Row]) -> None:
         """Say once that batches differ in size; the short one that an epoch may end with is no reason."""
-        sizes = [row.size for row in rows if row.size]
-        self._uneven_steps += len(sizes) > 1 and max(sizes) >= SIZES_DIFFER * min(sizes)
-        if self._told_sizes or self._uneven_steps < 2:
+        largest = max(row.size for row in rows)
+        small = sum(row.had if largest >= SIZES_DIFFER * row.size else row.small for row in rows)
+        if self._told_sizes or small < 2 or self.ranks.size == 1:
             return
         self._told_sizes = True
         if self.ranks.rank == 0:
             warnings.warn(
-                f"in one step a rank had a batch of {int(max(sizes))} samples and another one of {int(min(sizes))}: "
+                f"of the batches of this epoch {small:.0f} had much fewer samples than the largest, {largest:.0f}: "
                 "gradients are averaged by rank, so a sample of the small one counts for more; make batches "
                 "alike, or weight the loss by the number of samples",
                 ShardQueueWarning,
@@ -455,6 +483,11 @@ class Lockstep:
                 supply.at_end = True
             finally:
                 supply.close()
+
+
+def _certain(rows: list[Row], most: int) -> int:
+    """For how many steps from this one every rank is certain of a batch: so long nobody need ask. At least 1."""
+    return max(1, min(most, HORIZON, int(min(row.has for row in rows))))
 
 
 def shares(dataset: SharedQueueDataset, ranks: int, uneven: str, limit: int | None = None) -> tuple[int, int]:

@@ -36,7 +36,7 @@ class Agreed:
         progress: dataset steps before this one, over all epochs; the same on every rank, and it never goes back.
         repeated: batches handed out again so far in the run, on all ranks.
         units: in the plan.
-        ranks: as of the step before.
+        ranks: as of the last agreement, at most 16 steps before.
     """
 
     epoch: int

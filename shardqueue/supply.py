@@ -59,9 +59,9 @@ class Supply:
         self._items: Iterator[Any] | None = session.walk(loader, [dataset] if workers else [])
 
     @property
-    def assured(self) -> bool:
-        """Whether another batch will come, for sure."""
-        return self._taken < self._committed
+    def assured(self) -> int:
+        """How many more batches will come, for sure."""
+        return max(0, self._committed - self._taken)
 
     @property
     def _committed(self) -> int:
