@@ -20,10 +20,10 @@ import torch.distributed as dist
 
 from shardqueue.errors import AgreementError, InvalidInputError
 
-logger = logging.getLogger("shardqueue")
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+logger = logging.getLogger("shardqueue")
 
 STEP, WORDS = 1.0, 2.0
 DOING = {STEP: "asks for its next batch", WORDS: "begins a loop, or leaves the run"}
@@ -179,6 +179,16 @@ class Agreement:
                     "together, and leave it after the same batch"
                 )
         return rows
+
+
+def world() -> Any:
+    """The process group of all ranks, None where there is none."""
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+def world_size() -> int:
+    """How many ranks there are, 1 without a process group."""
+    return 1 if world() is None else dist.get_world_size()
 
 
 def batch_samples(batch: Any) -> int:

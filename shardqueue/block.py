@@ -287,8 +287,7 @@ class Block:
         if allowance.batches is None:
             return allowance
         if not allowance.final:  # one is enough to begin with, and the loader asks the first one first
-            over = self._words[self._slot(0)] == word and self._words[self._slot(0) + 2] != Doing.CLAIMING
-            return Allowance(0, final=over) if worker else allowance
+            return Allowance(0, final=self._is_quiet(word, 0)) if worker else allowance
         own = allowance.part(worker, workers)
         if worker:
             return own
@@ -300,9 +299,12 @@ class Block:
     def _taken_of(self, word: int, worker: int, share: Allowance) -> int:
         """What another worker took, or may still take."""
         assert share.batches is not None
+        return self._words[self._slot(worker) + 5] if self._is_quiet(word, worker) else share.batches
+
+    def _is_quiet(self, word: int, worker: int) -> bool:
+        """Whether a worker took part in an iteration, and claims no more."""
         slot = self._slot(worker)
-        over = self._words[slot] == word and self._words[slot + 2] != Doing.CLAIMING
-        return self._words[slot + 5] if over else share.batches
+        return self._words[slot] == word and self._words[slot + 2] != Doing.CLAIMING
 
     # -- logs --------------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from shardqueue.agreement import world_size
 from shardqueue.block import WORDS, WORKERS, Block, Doing, Pipe, iteration_key, pass_name, pass_of
 from shardqueue.crew import Crew
 from shardqueue.entered import find_session, warn_of_another_session
@@ -32,6 +33,8 @@ from shardqueue.errors import ClosedError, InvalidInputError
 from shardqueue.feed import Feed
 from shardqueue.host import Place
 from shardqueue.learner import learner_label, new_instance
+from shardqueue.loading import check_load
+from shardqueue.lockstep import lockstep_of
 from shardqueue.mailbox import open_mailbox
 from shardqueue.plan import Plan, check_identifier
 from shardqueue.records import RunKeys
@@ -39,7 +42,7 @@ from shardqueue.rows import RowBatches, check_rows
 from shardqueue.run import Joined, new_manifest
 from shardqueue.session import Session
 from shardqueue.tracking import register
-from shardqueue.units import check_count, check_int, unit_ranges
+from shardqueue.units import check_count, check_flag, check_int, unit_ranges
 from shardqueue.workers import LoaderWorker, finished_pass
 
 if TYPE_CHECKING:
@@ -105,10 +108,7 @@ class SharedQueueDataset(IterableDataset[Any]):
         batches: int | None = None,
         independent: bool = False,
     ) -> None:
-        if not callable(load):
-            raise InvalidInputError(
-                "load", load, "callable", "pass a function that yields (step, batch) pairs"
-            )
+        check_load(load)
         self._begin_life(Plan(units), mailbox, learner_id, run, independent)
         self._load: Load | RowBatches = load
         self._batches: int | None = self._check_batches(batches)
@@ -158,8 +158,7 @@ class SharedQueueDataset(IterableDataset[Any]):
         batch_size = check_int("batch_size", batch_size, 1)
         unit_batches = check_int("unit_batches", unit_batches, 1, 2**53 // batch_size)
         for name, flag in (("shuffle", shuffle), ("drop_last", drop_last), ("with_step", with_step)):
-            if not isinstance(flag, bool):
-                raise InvalidInputError(name, flag, "True or False", "pass a bool")
+            check_flag(name, flag)
         if collate_fn is not None and not callable(collate_fn):
             raise InvalidInputError("collate_fn", collate_fn, "callable or None", "pass a function")
         if drop_last:
@@ -302,8 +301,6 @@ class SharedQueueDataset(IterableDataset[Any]):
 
     def in_step(self, session: Session, loader: Iterable[Any], group: Any, uneven: str) -> Iterator[Any]:
         """The items of the loader, as many on each rank of the group; see `Session.track`."""
-        from shardqueue.lockstep import lockstep_of
-
         yield from lockstep_of(session, group).train(self, loader, uneven=uneven)
 
     @contextmanager
@@ -317,7 +314,7 @@ class SharedQueueDataset(IterableDataset[Any]):
 
     def _refuse_ranks(self) -> None:
         """Ranks that step together without our knowing would wait for each other at the end, for ever."""
-        ranks = max(self._ranks, _world_size())
+        ranks = max(self._ranks, world_size())
         if ranks > 1 and not (self._together or self._independent):
             raise InvalidInputError(
                 "world_size",
@@ -445,9 +442,8 @@ class SharedQueueDataset(IterableDataset[Any]):
             logger.warning("%s: %s", self.learner_id, UNTRACKED)
         run = self._run or self._block.run
         if worker.tracked and run is None:
-            run = (
-                self._joined_run
-            )  # by name, which the block has no room for; no worker is older than the run
+            # By name, for which the block has no room; no worker is older than the run.
+            run = self._joined_run
         if worker.tracked and run is not None:
             # The training process has agreed on it.
             manifest = new_manifest(self._plan, self.learner_id, worker.clock.wall(), self.stage)
@@ -481,7 +477,7 @@ class SharedQueueDataset(IterableDataset[Any]):
         if get_spawning_popen() is None:
             del state["_memory"], state["_ends"]
         else:
-            state["_ranks"] = _world_size()
+            state["_ranks"] = world_size()
             _check_picklable("load", self._load)
         return state
 
@@ -493,11 +489,6 @@ class SharedQueueDataset(IterableDataset[Any]):
         self._own_session, self._source, self._iterations = None, None, count()
         self._connect()
         register(self)
-
-
-def _world_size() -> int:
-    distributed = torch.distributed
-    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
 def _refuse_batching() -> None:

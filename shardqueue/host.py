@@ -23,7 +23,6 @@ class Host(Protocol):
     Attributes:
         farewell: seconds for which leaving tries to settle things with the mailbox.
         patrol: seconds between two looks at `over`; None where it never changes by itself.
-        loudness: level of the log message about what is left untrained.
     """
 
     mailbox: Mailbox
@@ -36,7 +35,7 @@ class Host(Protocol):
 
     @property
     def loudness(self) -> int:
-        """See the class."""
+        """Level of the log message about what is left untrained."""
         ...
 
     @property

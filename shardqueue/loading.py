@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shardqueue.errors import LoadError
+from shardqueue.errors import InvalidInputError, LoadError
 from shardqueue.units import Step
 
 if TYPE_CHECKING:
@@ -20,6 +20,16 @@ if TYPE_CHECKING:
     from shardqueue.plan import Plan
 
     Load = Callable[[Any], Iterable[tuple[Any, Any]]]
+
+
+def check_load(load: object) -> None:
+    """Refuse what cannot read a unit.
+
+    Raises:
+        InvalidInputError: it is not callable.
+    """
+    if not callable(load):
+        raise InvalidInputError("load", load, "callable", "pass a function that yields (step, batch) pairs")
 
 
 @dataclass(slots=True)

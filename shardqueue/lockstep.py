@@ -490,14 +490,24 @@ def _certain(rows: list[Row], most: int) -> int:
     return max(1, min(most, HORIZON, int(min(row.has for row in rows))))
 
 
+def check_uneven(uneven: str) -> str:
+    """Refuse what is no way to end a pass.
+
+    Raises:
+        InvalidInputError: it is neither "repeat" nor "drop".
+    """
+    if uneven not in ("repeat", "drop"):
+        raise InvalidInputError("uneven", uneven, '"repeat" or "drop"', 'pass uneven="repeat"')
+    return uneven
+
+
 def shares(dataset: SharedQueueDataset, ranks: int, uneven: str, limit: int | None = None) -> tuple[int, int]:
     """(batches, steps) of a pass that ranks go through together.
 
     Raises:
         InvalidInputError: the number of batches is not known, or there is none for every rank.
     """
-    if uneven not in ("repeat", "drop"):
-        raise InvalidInputError("uneven", uneven, '"repeat" or "drop"', 'pass uneven="repeat"')
+    check_uneven(uneven)
     batches = dataset.batches
     if batches is None:
         raise InvalidInputError(

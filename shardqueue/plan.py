@@ -94,13 +94,15 @@ def _checked(units: Mapping[Any, object]) -> list[str]:
 class _ListedUnits:
     """What `LazyUnits` offers by position, for a mapping whose identifiers have to be listed."""
 
-    __slots__ = ("_names", "_order", "_spans", "_units", "_whole")
+    __slots__ = ("_counted", "_names", "_order", "_spans", "_total", "_units", "_whole")
 
     def __init__(self, units: Mapping[str, object]) -> None:
         own = _checked(units)
         self._units, self._names = units, sorted(own)
         self._order = None if own == self._names else array("q", map(self.position, own))
         self._whole: float | None = None
+        self._total: int | None = None
+        self._counted = False
         self._spans: array[float] | None = None
 
     @property
@@ -119,8 +121,11 @@ class _ListedUnits:
 
     @property
     def total(self) -> int | None:
-        counts = [self.batches(position) for position in range(len(self))]
-        return None if None in counts else sum(count for count in counts if count is not None)
+        if not self._counted:
+            counts = [self.batches(position) for position in range(len(self))]
+            self._total = None if None in counts else sum(count for count in counts if count is not None)
+            self._counted = True
+        return self._total
 
     def order(self, place: int) -> int:
         return self._at(place) if self._order is None else self._order[self._at(place)]
@@ -203,7 +208,7 @@ class Plan:
 
     @property
     def total(self) -> int | None:
-        """How many batches all units have, or None where the plan cannot know. Slow for a plan that was listed."""
+        """How many batches all units have, or None where the plan cannot know; of a listed plan counted once."""
         return self._index.total
 
     @property

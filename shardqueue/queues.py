@@ -13,6 +13,7 @@ from shardqueue.entered import find_session, warn_of_another_session
 from shardqueue.errors import ClosedError, InvalidInputError, PassFinishedError
 from shardqueue.feed import Feed
 from shardqueue.learner import learner_label
+from shardqueue.loading import check_load
 from shardqueue.mailbox import open_mailbox
 from shardqueue.plan import Plan, check_identifier
 from shardqueue.session import Session
@@ -43,10 +44,7 @@ class SharedQueue:
         prefetch: int,
         run: str | None,
     ) -> None:
-        if not callable(load):
-            raise InvalidInputError(
-                "load", load, "callable", "pass a function that yields (step, batch) pairs"
-            )
+        check_load(load)
         check_int("prefetch", prefetch, 1, 2**20)
         if run is not None:
             check_identifier(run, "run", folders=False)

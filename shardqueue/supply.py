@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from shardqueue.dataset import SharedQueueDataset
     from shardqueue.session import Session
+    from shardqueue.source import Source
 
 PREFETCH = 2
 """Loaded batches that may wait in the tail."""
@@ -73,15 +74,19 @@ class Supply:
     @property
     def settled(self) -> bool:
         """Whether nothing that other ranks may be waiting for is under way, or may still turn out to be theirs."""
-        sources = [self._session.source_on(key) for key in (self.pass_, self._tail_key)]
         bounded = self._share is not None
-        return all(s.settled and (s.ends_known or not bounded) for s in sources if s is not None)
+        return all(source.settled and (source.ends_known or not bounded) for source in self._sources)
 
     @property
     def events(self) -> float:
         """Grows with every claim."""
-        sources = [self._session.source_on(key) for key in (self.pass_, self._tail_key)]
-        return float(sum(source.events for source in sources if source is not None))
+        return float(sum(source.events for source in self._sources))
+
+    @property
+    def _sources(self) -> list[Source]:
+        """Those of the loader and of the tail, as far as they have begun."""
+        sources = (self._session.source_on(key) for key in (self.pass_, self._tail_key))
+        return [source for source in sources if source is not None]
 
     @property
     def empty_looks(self) -> int:

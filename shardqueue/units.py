@@ -34,6 +34,17 @@ _HASH_BYTES = 8
 _NAME_CHARS = 80
 
 
+def check_flag(name: str, value: object) -> bool:
+    """Check that an argument is a bool.
+
+    Raises:
+        InvalidInputError: it is something else.
+    """
+    if not isinstance(value, bool):
+        raise InvalidInputError(name, value, "True or False", "pass a bool")
+    return value
+
+
 def check_int(name: str, value: object, low: int, high: int = _LARGEST) -> int:
     """Return `value` if it is an int from `low` to `high`.
 

@@ -342,3 +342,10 @@ class TestGrammar:
             check_identifier(name)
         except InvalidInputError as error:
             assert str(error).isprintable()
+
+
+def test_the_total_of_a_listed_plan_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan({"a": Unit(0, 3, 0, 1), "b": Unit(3, 2, 0, 1)})
+    assert plan.total == 5
+    monkeypatch.setattr(type(plan._index), "batches", None)
+    assert plan.total == 5

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.combined_loader import _shutdown_workers_and_reset_iterator
 
-from shardqueue.agreement import batch_samples
+from shardqueue.agreement import batch_samples, world_size
 from shardqueue.errors import ClosedError, InvalidInputError, ShardQueueWarning
 from shardqueue.lightning.callback import SharedQueueCallback
 from shardqueue.lightning.evaluation import (
@@ -201,23 +201,23 @@ class SharedQueueDataModule(LightningDataModule):
 
     def setup(self, stage: str) -> None:  # noqa: ARG002
         """Refuse ranks whose Trainers differ, which would leave one waiting for another."""
-        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-            return
-        said: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(said, {**self._alike(), "even_evaluation": self._even_evaluation})
-        check_alike(said)
+        if world_size() > 1:
+            said: list[Any] = [None] * world_size()
+            dist.all_gather_object(said, {**self._alike(), "even_evaluation": self._even_evaluation})
+            check_alike(said)
 
     def teardown(self, stage: str) -> None:  # noqa: ARG002
         """Leave the run."""
-        self._going.clear()
-        self._epochs.clear()
-        self._leave(None)
+        self._end(None)
 
     def on_exception(self, exception: BaseException) -> None:
         """Leave the run, and say who is gone if that is why."""
+        self._end(exception)
+
+    def _end(self, error: BaseException | None) -> None:
         self._going.clear()
         self._epochs.clear()
-        self._leave(exception)
+        self._leave(error)
 
     def in_order(self, outputs: Sequence[T]) -> list[T]:
         """What all ranks made of the last evaluation, in the order of the dataset: on every rank, each batch once.
@@ -240,8 +240,8 @@ class SharedQueueDataModule(LightningDataModule):
             raise InvalidInputError("outputs", len(outputs), bound, "pass what trainer.predict returned")
         own = [((int(step), step.unit), output) for step, output in zip(self.steps, outputs, strict=True)]
         parts: list[Any] = [own]
-        if dist.is_available() and dist.is_initialized():
-            parts = [None] * dist.get_world_size()
+        if world_size() > 1:
+            parts = [None] * world_size()
             dist.all_gather_object(parts, own)
         return [
             output
@@ -303,9 +303,8 @@ class SharedQueueDataModule(LightningDataModule):
             if stay is not None:
                 stay.leave(error)
         finally:
-            for (
-                loader
-            ) in loaders:  # collected later in a cycle, persistent workers would be waited for in vain
+            # Collected later, in a cycle, persistent workers would be waited for in vain.
+            for loader in loaders:
                 _shutdown_workers_and_reset_iterator(loader)
 
     def _even(self, dataset: SharedQueueDataset) -> bool:

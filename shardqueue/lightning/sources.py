@@ -14,11 +14,12 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from shardqueue.dataset import SharedQueueDataset
 from shardqueue.errors import InvalidInputError
 from shardqueue.learner import learner_label
-from shardqueue.lockstep import shares
+from shardqueue.loading import check_load
+from shardqueue.lockstep import check_uneven, shares
 from shardqueue.mailbox import open_mailbox
 from shardqueue.rows import check_rows
 from shardqueue.shuffle import LARGEST_SEED
-from shardqueue.units import Unit, check_int
+from shardqueue.units import Unit, check_flag, check_int
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -68,17 +69,13 @@ class Sources:
         rows: Mapping[str, Any],
         settings: Mapping[str, Any],
     ) -> None:
-        if load is not None and not callable(load):
-            raise InvalidInputError(
-                "load", load, "callable", "pass a function that yields (step, batch) pairs"
-            )
+        if load is not None:
+            check_load(load)
         if not mailbox:
             raise InvalidInputError(
                 "mailbox", mailbox, "a path, a URL or a Mailbox", "name a folder or a bucket"
             )
-        if uneven not in ("repeat", "drop"):
-            raise InvalidInputError("uneven", uneven, '"repeat" or "drop"', 'pass uneven="repeat"')
-        self.uneven = uneven
+        self.uneven = check_uneven(uneven)
         self._given, self._load, self._learner_id = mailbox, load, learner_id
         self._batches = (
             dict(batches) if isinstance(batches, Mapping) else {} if batches is None else {"train": batches}
@@ -93,8 +90,7 @@ class Sources:
         check_int("unit_batches", rows["unit_batches"], 1)
         check_int("seed", rows["seed"], 0, LARGEST_SEED)
         for name in ("shuffle", "drop_last"):
-            if not isinstance(rows[name], bool):
-                raise InvalidInputError(name, rows[name], "True or False", "pass a bool")
+            check_flag(name, rows[name])
         if learner_id is not None:
             learner_label(learner_id)
         anything: Any = [0]

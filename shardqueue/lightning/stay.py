@@ -6,9 +6,7 @@ import os
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
-from shardqueue.agreement import Ranks
+from shardqueue.agreement import Ranks, world
 from shardqueue.lightning.leftovers import Leftovers
 from shardqueue.lockstep import Lockstep
 from shardqueue.session import Session
@@ -34,7 +32,7 @@ class Stay:
         self.pending: int | None = None
         self.calm = ExitStack()
         self.session = Session(mailbox, learner_id)
-        self._ranks = Ranks(dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
+        self._ranks = Ranks(world())
         self.lockstep = self.session.lockstep = Lockstep(self.session, self._ranks, closes=False)
         self._leftovers = Leftovers(mailbox)
         self._validated: list[str] = []
