@@ -238,7 +238,7 @@ class Crew:
         if held.finished and (held.cut is None or held.given):
             del self._held[held.identifier, held.attempt]
             self._finished += held.sure
-            self._session.released(self._pass, held)
+            self._session.released(self._pass, held, held.end if held.cut is None else None)
 
     def _given(self, held: Held) -> None:
         held.given = True

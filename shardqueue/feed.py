@@ -259,7 +259,8 @@ class Feed:
     def _settle(self, claims: Claims, claim: Claim) -> None:
         if claim.finished:
             claims.settle(claim)
-            self._host.released(self._pass, claim)
+            whole_at = claim.begin + int(claim.size) if claim.end is None else None
+            self._host.released(self._pass, claim, whole_at)
 
     # -- leaving -----------------------------------------------------------------------------------------
 

@@ -84,8 +84,8 @@ class Host(Protocol):
         """The loader gave the whole unit: its size is known."""
         ...
 
-    def released(self, pass_: str, claim: Claim) -> None:
-        """An attempt is over: trained whole, or given back."""
+    def released(self, pass_: str, claim: Claim, whole_at: int | None = None) -> None:
+        """An attempt is over: given back, or trained up to the unit's end, its batch `whole_at`."""
         ...
 
     def handed(self, step: Step, waited: float) -> None:

@@ -20,8 +20,10 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from shardqueue.plan import check_identifier
-from shardqueue.records import HeldClaim, LogPage, Process, Totals, TrainedSpan
+from shardqueue.records import Current, HeldClaim, LogPage, Process, Totals, TrainedSpan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -169,8 +171,20 @@ class _Span:
     samples: int = 0
     waited: float = 0.0
     global_step: int | None = None
+    ticks: list[int] = field(default_factory=list)
 
-    def frozen(self) -> TrainedSpan:
+    def at(self, tick: int) -> None:
+        """Its last batch was at this step."""
+        ticks = self.ticks
+        if ticks and ticks[-1] == 1:
+            ticks[-2:] = [tick - ticks[-3], 2]
+        elif ticks and tick == ticks[-3] + ticks[-2] * ticks[-1]:
+            ticks[-1] += 1
+        else:
+            ticks += [tick, 0, 1]
+
+    def frozen(self, whole: bool = False) -> TrainedSpan:
+        """As it is now; `whole`: the unit is trained to its end."""
         return TrainedSpan(
             *self.key,
             self.begin,
@@ -180,6 +194,8 @@ class _Span:
             self.start,
             self.stop,
             self.global_step,
+            whole,
+            list(self.ticks),
         )
 
 
@@ -190,6 +206,7 @@ class _Handed:
     step: Step
     waited: float
     wall: float
+    tick: int | None
 
 
 @dataclass(slots=True)
@@ -197,6 +214,7 @@ class Book:
     """What one process of a learner claimed, handed out and trained. Not thread-safe: its owner locks.
 
     `first_page`: where its log begins, because another process with its name has written the pages before.
+    The public fields from `run_id` on are what its pages say, see `LogPage`.
     """
 
     learner: str
@@ -209,12 +227,17 @@ class Book:
     batches: int = 0
     samples: int = 0
     waited: float = 0.0
+    repeated: int = 0
+    reclaimed: int = 0
+    reached: tuple[str, int] | None = None
+    every: float | None = None
     left: Left | None = None
     rests: bool = False
+    _current: Current | None = None
     _held: dict[tuple[str, str, int], None] = field(default_factory=dict)
     _handed: list[_Handed] = field(default_factory=list)
     _spans: list[TrainedSpan] = field(default_factory=list)
-    _growing: _Span | None = None
+    _growing: dict[tuple[str, str, int], _Span] = field(default_factory=dict)
     _full: dict[int, list[TrainedSpan]] = field(default_factory=dict)
     _page: int = -1
     _write: int = 0
@@ -237,22 +260,33 @@ class Book:
         self.claimed += 1
         self._held[key] = None
 
-    def release(self, key: tuple[str, str, int]) -> None:
-        """The attempt is over: trained whole, or given back."""
+    def release(self, key: tuple[str, str, int], whole_at: int | None = None, wall: float = 0.0) -> None:
+        """The attempt is over: given back, or trained to the unit's end, which is batch `whole_at`."""
         self._held.pop(key, None)
+        whole = whole_at is not None
+        span = self._growing.pop(key, None)
+        if whole_at is not None and (span is None or span.end != whole_at):
+            if span is not None:
+                self._spans.append(span.frozen())
+            span = _Span(key, whole_at, whole_at, wall, wall)  # no batch is left to say it
+        if span is not None:
+            self._spans.append(span.frozen(whole))
 
-    def hand(self, step: Step, waited: float, wall: float) -> None:
-        """A batch went to the consumer, who had waited for it."""
-        self._handed.append(_Handed(step, waited, wall))
+    def hand(self, step: Step, waited: float, wall: float, tick: int | None = None) -> None:
+        """A batch went to the consumer, who had waited for it; `tick`: at which step, if ranks step together."""
+        self._handed.append(_Handed(step, waited, wall, tick))
         self.waited += waited
 
     def train(self, samples: int, wall: float, global_step: int | None = None) -> list[Step]:
         """Every batch handed out so far is trained, `samples` in all; return them."""
         done, self._handed = self._handed, []
+        span: _Span | None = None
         for handed in done:
-            self._extend(handed, wall, global_step)
-        if self._growing is not None and done:
-            self._growing.samples += samples
+            span = self._extend(handed, wall, global_step)
+            self._count(handed.step)
+        if span is not None and self._current is not None:
+            span.samples += samples
+            self._current = replace(self._current, samples=self._current.samples + samples)
         self.batches += len(done)
         self.samples += samples
         return [handed.step for handed in done]
@@ -267,7 +301,7 @@ class Book:
         if len(self._spans) >= PAGE_SPANS:
             self._full[self._page], self._spans = self._spans, []
             self._page += 1
-        growing = [] if self._growing is None else [self._growing.frozen()]
+        growing = [span.frozen() for span in self._growing.values()]
         spans = {**self._full, self._page: [*self._spans, *growing]}
         totals = Totals(
             claimed=self.claimed,
@@ -275,6 +309,8 @@ class Book:
             samples=self.samples,
             elapsed=elapsed,
             waited=self.waited,
+            repeated=self.repeated,
+            reclaimed=self.reclaimed,
         )
         return [self._as_page(number, trained, totals, wall, rate) for number, trained in spans.items()]
 
@@ -305,19 +341,31 @@ class Book:
             rate=rate,
             trained=trained,
             held=[HeldClaim(*key) for key in self._held],
+            current=self._current,
+            reached=self.reached,
+            every=self.every,
             left=self.left,
             rests=self.rests,
         )
 
-    def _extend(self, handed: _Handed, wall: float, global_step: int | None) -> None:
+    def _extend(self, handed: _Handed, wall: float, global_step: int | None) -> _Span:
         step = handed.step
         key = (step.pass_, step.unit, step.attempt)
-        span = self._growing
-        if span is None or span.key != key or span.end != step.index:
+        span = self._growing.get(key)
+        if span is None or span.end != step.index:
             if span is not None:
                 self._spans.append(span.frozen())
-            span = self._growing = _Span(key, step.index, step.index, handed.wall, wall)
+            span = self._growing[key] = _Span(key, step.index, step.index, handed.wall, wall)
         span.end += 1
         span.waited += handed.waited
         span.stop = wall
         span.global_step = global_step
+        if handed.tick is not None:
+            span.at(handed.tick)
+        return span
+
+    def _count(self, step: Step) -> None:
+        current = self._current
+        if current is None or current.pass_ != step.pass_:
+            current = Current(pass_=step.pass_, batches=0, samples=0, step=0)
+        self._current = replace(current, batches=current.batches + 1, step=int(step))

@@ -5,6 +5,8 @@
                                               LogPage      overwritten by its owner alone
     [run-{run}/]learners/{learner}~{instance}/grade.{n}.{grade}
                                               GradeRecord  created once: the learner's n-th grade, a hint
+    [run-{run}/]learners/{learner}~{instance}/whole.{pass}
+                                              WholeRecord  created once: every unit of the pass is trained
     [run-{run}/][{pass}/]units/{id}           ClaimRecord  created once: attempt 0 of a unit
                          units/{id}~{n}       ClaimRecord  created once: attempt n, after back/{id}~{n-1}
                          back/{id}~{n}        BackRecord   created once: the end of attempt n
@@ -25,6 +27,8 @@ from shardqueue.errors import RecordError
 PROTOCOL = 1
 RUNS = "runs/"
 GRADE = "grade"
+WHOLE = "whole"
+_FIRST_PASS = "e0"
 LARGEST = 16 * 2**20
 
 Left = Literal["end", "early", "error"]
@@ -75,6 +79,18 @@ class RunKeys:
         if not learner or kind != GRADE or counted is None or size is None or grade == "-0":
             return None
         return learner, instance, counted, int(grade)
+
+    def whole(self, learner: str, instance: str, pass_: str) -> str:
+        """The key by which a learner says that it saw every unit of a pass trained whole."""
+        return f"{self.learners}{learner}~{instance}/{WHOLE}.{pass_ or _FIRST_PASS}"
+
+    def parse_whole(self, key: str) -> tuple[str, str, str] | None:
+        """Return (learner, instance, pass), or None when `key` says no such thing."""
+        learner, instance, name = self._of_learner(key)
+        kind, _, pass_ = name.partition(".")
+        if not learner or kind != WHOLE or not pass_ or "/" in pass_:
+            return None
+        return learner, instance, "" if pass_ == _FIRST_PASS else pass_
 
     def _of_learner(self, key: str) -> tuple[str, str, str]:
         """Learner, instance and the rest of a key under `learners`; three times nothing if it is none."""
@@ -164,7 +180,8 @@ class _Record(msgspec.Struct, frozen=True, tag_field="kind", kw_only=True):
 class Manifest(_Record, frozen=True, tag="shardqueue.run", kw_only=True):
     """What opens a run: which plans it hands out, and a random id that tells it from any other run.
 
-    `plans` maps a plan's name ("train", "val", ...) to its signature, `state` is what was trained before.
+    `plans` maps a plan's name ("train", "val", ...) to its signature, `state` is what was trained before (see
+    `state`), and after `reclaim_after` seconds of silence a learner's units are handed out again, None for never.
     """
 
     what: ClassVar[str] = "a manifest"
@@ -174,6 +191,7 @@ class Manifest(_Record, frozen=True, tag="shardqueue.run", kw_only=True):
     opened_by: str
     wall: float
     state: dict[str, Any] | None = None
+    reclaim_after: float | None = None
 
 
 class ClaimRecord(_Record, frozen=True, tag="shardqueue.claim", kw_only=True):
@@ -204,10 +222,19 @@ class GradeRecord(_Record, frozen=True, tag="shardqueue.grade", kw_only=True):
     grade: int
 
 
+class WholeRecord(_Record, frozen=True, tag="shardqueue.whole", kw_only=True):
+    """Every unit of a pass is trained. Its key says it all."""
+
+    what: ClassVar[str] = "a note that a pass is trained"
+
+
 class TrainedSpan(msgspec.Struct, frozen=True, array_like=True):
-    """Batches `[begin, end)` of one attempt, trained in one go.
+    """Batches `[begin, end)` of one attempt, trained by one process. Batches count from 0 in the unit, or (in a run
+    that goes on from a state) in what was left of it. A page written later may hold the same span with more in it.
 
     `waited` are the seconds this span's consumer waited for data; `start` and `stop` are wall-clock seconds.
+    `global_step` is the optimizer's at its last batch. `whole`: the unit is trained to its end. `ticks`: where ranks
+    step together, at which step of the pass each batch was: `(first, stride, count)` after one another.
     """
 
     pass_: str
@@ -220,6 +247,8 @@ class TrainedSpan(msgspec.Struct, frozen=True, array_like=True):
     start: float
     stop: float
     global_step: int | None = None
+    whole: bool = False
+    ticks: list[int] = []
 
 
 class HeldClaim(msgspec.Struct, frozen=True, array_like=True):
@@ -231,13 +260,28 @@ class HeldClaim(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Totals(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process did so far; seconds by the monotonic clock."""
+    """What a process did so far; seconds by the monotonic clock.
+
+    `repeated`: batches it trained of attempts that others had ended, as far as it noticed. `reclaimed`: attempts of
+    silent learners that it ended.
+    """
 
     claimed: int = 0
     batches: int = 0
     samples: int = 0
     elapsed: float = 0.0
     waited: float = 0.0
+    repeated: int = 0
+    reclaimed: int = 0
+
+
+class Current(msgspec.Struct, frozen=True, kw_only=True):
+    """The pass of which a process trained its last batch: what it did of it, and the dataset step of that batch."""
+
+    pass_: str
+    batches: int
+    samples: int
+    step: int
 
 
 class Process(msgspec.Struct, frozen=True, kw_only=True):
@@ -252,9 +296,10 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
 class LogPage(_Record, frozen=True, tag="shardqueue.log", kw_only=True):
     """One page of a process's log; a reader takes the union of all its pages.
 
-    `write` counts writes, so that two readings tell whether the owner is alive; `rate` is samples a second
-    over the last minute. `rests`: who left may come back
-    for another pass as long as the process `where` lives.
+    `write` counts writes, so that two readings tell whether the owner is alive; they are at most `every` seconds
+    apart. `rate` is samples a second over the last minute. `rests`: who left may come back for another pass as long
+    as the process `where` lives. `reached`: where ranks step together, the pass and the step of it up to which all
+    is trained.
     """
 
     what: ClassVar[str] = "a learner's log"
@@ -270,5 +315,8 @@ class LogPage(_Record, frozen=True, tag="shardqueue.log", kw_only=True):
     rate: float
     trained: list[TrainedSpan]
     held: list[HeldClaim]
+    current: Current | None = None
+    reached: tuple[str, int] | None = None
+    every: float | None = None
     left: Left | None = None
     rests: bool = False

@@ -110,7 +110,7 @@ class Session:
         self.patrol: float | None = None
         self.lock = threading.RLock()
         self.joined: Joined | None = None
-        self._book = Book(self.learner_id, self.instance, "main", this_process())
+        self._book = Book(self.learner_id, self.instance, "main", this_process(), every=log_every)
         self._rolling = Rolling()
         self._untold: deque[Step] = deque()
         self.thread = 0
@@ -505,10 +505,11 @@ class Session:
     def sized(self, pass_: str, claim: Attempt) -> None:
         """The loader gave the whole unit: its size is known."""
 
-    def released(self, pass_: str, claim: Attempt) -> None:
-        """An attempt is over."""
+    def released(self, pass_: str, claim: Attempt, whole_at: int | None = None) -> None:
+        """An attempt is over: given back, or trained up to the unit's end, its batch `whole_at`."""
+        whole_at = None if pass_ in self._unbooked else whole_at
         with self.lock:
-            self._book.release((pass_, claim.identifier, claim.attempt))
+            self._book.release((pass_, claim.identifier, claim.attempt), whole_at, self.clock.wall())
             self._last.pop((pass_, claim.identifier, claim.attempt), None)
 
     def leave_it_to_step(self) -> None:

@@ -188,7 +188,7 @@ class LoaderWorker:
         if claim.state is State.OURS:
             self._tell(Told.SIZED, claim, int(claim.size))
 
-    def released(self, pass_: str, claim: Claim) -> None:
+    def released(self, pass_: str, claim: Claim, whole_at: int | None = None) -> None:  # noqa: ARG002
         """All of an attempt was handed out, or given back."""
         self._book.release((pass_, claim.identifier, claim.attempt))
         done = claim.identifier, claim.attempt

@@ -96,6 +96,8 @@ def copied(mailbox: Mailbox) -> MemoryMailbox:
         ("runs/a/b.json", None),
         ("learners/a~b/main.12", None),
         ("learners/a~b/grade.1", None),
+        ("learners/a~b/whole.e0", ("1", "whole")),
+        ("learners/a~b/whole.e0/x", None),
         ("run-/units/a", None),
         ("run-2", None),
         ("run-2/runs/1.json", None),

@@ -28,10 +28,11 @@ from shardqueue.records import (
     RunKeys,
     Totals,
     TrainedSpan,
+    WholeRecord,
 )
 
 RECORDS: dict[str, Any] = {
-    kind.__name__: kind for kind in (Manifest, LogPage, GradeRecord, ClaimRecord, BackRecord)
+    kind.__name__: kind for kind in (Manifest, LogPage, GradeRecord, WholeRecord, ClaimRecord, BackRecord)
 }
 AN_ID, A_LEARNER, AN_INSTANCE, A_PROCESS, A_PAGE, AN_ATTEMPT = "000003-2.json", "node-a", "0011", "main", 7, 3
 A_GRADE = -4
@@ -90,6 +91,7 @@ def made() -> dict[str, str]:
     for run in map(RunKeys, ("1", "2")):
         keys[run.log(A_LEARNER, AN_INSTANCE, A_PROCESS, A_PAGE)] = "LogPage"
         keys[run.grade(A_LEARNER, AN_INSTANCE, AN_ATTEMPT, A_GRADE)] = "GradeRecord"
+        keys[run.whole(A_LEARNER, AN_INSTANCE, "e1")] = "WholeRecord"
         for passed in map(run.pass_keys, ("", "e1")):
             keys[passed.claim(AN_ID)] = keys[passed.claim(AN_ID, AN_ATTEMPT)] = "ClaimRecord"
             keys[passed.back(AN_ID, AN_ATTEMPT)] = "BackRecord"
@@ -106,10 +108,11 @@ class TestTheTable:
             "[run-{run}/][{pass}/]units/{id}",
             "[run-{run}/][{pass}/]units/{id}~{n}",
             "[run-{run}/]learners/{learner}~{instance}/grade.{n}.{grade}",
+            "[run-{run}/]learners/{learner}~{instance}/whole.{pass}",
             "[run-{run}/]learners/{learner}~{instance}/{process}.{page}",
             "runs/{run}.json",
         ]
-        makers = {"manifest", "log", "grade", "claim", "back"}
+        makers = {"manifest", "log", "grade", "whole", "claim", "back"}
         folders = {"folder", "learners", "pass_keys", "units", "backs"}
         public = {name for keys in (RunKeys, PassKeys) for name in vars(keys) if name[0] != "_"}
         assert {name for name in public if not name.startswith("parse_")} - {
@@ -160,6 +163,19 @@ class TestKeys:
         assert run.parse_grade(key) == (learner, "0a1b", number, grade)
         assert run.parse_log(key) is None
         check_key(key)
+
+    @given(runs, segments, passes)
+    def test_of_notes_that_a_pass_is_whole_are_read_back(self, run: RunKeys, learner: str, name: str) -> None:
+        key = run.whole(learner, "0a1b", name)
+        assert run.parse_whole(key) == (learner, "0a1b", name)
+        assert run.parse_log(key) is None
+        check_key(key)
+
+    @pytest.mark.parametrize(
+        "key", ["learners/a~b/whole", "learners/a~b/whole.", "learners/a~b/whole.e1/x", "learners/a/whole.e1"]
+    )
+    def test_of_no_such_note(self, key: str) -> None:
+        assert RunKeys("1").parse_whole(key) is None
 
     @pytest.mark.parametrize(
         "key",

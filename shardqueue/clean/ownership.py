@@ -1,6 +1,6 @@
 """Whose an object is: a run's, or somebody else's that lies where a run's could.
 
-A name alone decides for logs, grades and manifests, which nobody else writes. A file under `units/` may be the
+A name alone decides for manifests and what lies under `learners/`, which nobody else writes. A file under `units/` may be the
 user's, so a claim or a give-back record counts as the run's only if its identifier is in the plan that the manifest
 tells, or, where the manifest cannot tell (the identifiers of a listed plan are not in it), if it reads as such a
 record. What lies under the prefix of another mailbox, which a manifest of its own shows, is none of this one's.
@@ -44,7 +44,7 @@ def others(keys: Iterable[str]) -> tuple[str, ...]:
 
 
 def place(key: str) -> tuple[str, str] | None:
-    """The run a key may be of and its kind ("manifest", "log", "grade", "claim", "back"), or None if of none."""
+    """The run a key may be of and its kind ("manifest", "log", "grade", "whole", "claim", "back"), or None if of none."""
     if key.startswith(RUNS):
         name = key.removeprefix(RUNS).removesuffix(".json")
         return (name, "manifest") if key == RunKeys(name).manifest and _is_name(name) else None
@@ -53,11 +53,13 @@ def place(key: str) -> tuple[str, str] | None:
     keys = RunKeys(name)
     if not _is_name(name) or not key.startswith(keys.folder):
         return None
-    log, grade = keys.parse_log(key), keys.parse_grade(key)
+    log, grade, whole = keys.parse_log(key), keys.parse_grade(key), keys.parse_whole(key)
     if log is not None:
         return (name, "log") if all(map(_is_name, log[:3])) else None
     if grade is not None:
         return (name, "grade") if all(map(_is_name, grade[:2])) else None
+    if whole is not None:
+        return (name, "whole") if all(map(_is_name, whole[:2])) else None
     unit = _unit(keys, key)
     return None if unit is None else (name, unit[0])
 
