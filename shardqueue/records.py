@@ -223,9 +223,10 @@ class GradeRecord(_Record, frozen=True, tag="shardqueue.grade", kw_only=True):
 
 
 class WholeRecord(_Record, frozen=True, tag="shardqueue.whole", kw_only=True):
-    """Every unit of a pass is trained. Its key says it all."""
+    """Every unit of a pass is trained, `units` in all. Its key says so by its name alone."""
 
     what: ClassVar[str] = "a note that a pass is trained"
+    units: int
 
 
 class TrainedSpan(msgspec.Struct, frozen=True, array_like=True):

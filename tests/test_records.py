@@ -290,6 +290,7 @@ examples = st.one_of(
     st.builds(ClaimRecord, learner=texts, instance=texts, worker=texts, nonce=texts, sequence=whole),
     st.builds(BackRecord, begin=whole, learner=texts, instance=texts, why=texts),
     st.builds(GradeRecord, grade=st.integers(-60, 60)),
+    st.builds(WholeRecord, units=whole),
     st.builds(
         LogPage,
         learner=texts,

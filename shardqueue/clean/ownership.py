@@ -1,9 +1,9 @@
 """Whose an object is: a run's, or somebody else's that lies where a run's could.
 
-A name alone decides for manifests and what lies under `learners/`, which nobody else writes. A file under `units/` may be the
-user's, so a claim or a give-back record counts as the run's only if its identifier is in the plan that the manifest
-tells, or, where the manifest cannot tell (the identifiers of a listed plan are not in it), if it reads as such a
-record. What lies under the prefix of another mailbox, which a manifest of its own shows, is none of this one's.
+A name alone decides for manifests and what lies under `learners/`, which nobody else writes. A file under `units/`
+may be the user's, so a claim or a give-back record counts as the run's only if its identifier is in the plan that the
+manifest tells, or, where the manifest cannot tell (the identifiers of a listed plan are not in it), if it reads as
+such a record. What lies under the prefix of another mailbox, which a manifest of its own shows, is none of this one's.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ def others(keys: Iterable[str]) -> tuple[str, ...]:
 
 
 def place(key: str) -> tuple[str, str] | None:
-    """The run a key may be of and its kind ("manifest", "log", "grade", "whole", "claim", "back"), or None if of none."""
+    """The run a key may be of and its kind, or None if of none.
+
+    Kinds are "manifest", "log", "grade", "whole", "claim" and "back".
+    """
     if key.startswith(RUNS):
         name = key.removeprefix(RUNS).removesuffix(".json")
         return (name, "manifest") if key == RunKeys(name).manifest and _is_name(name) else None

@@ -5,8 +5,8 @@ manifest, so it goes last; and since a learner that names the run joins whatever
 *closed*: overwritten by one without plans, which agrees with no learner's. From then on whoever comes gets an
 error. Removing the manifest first would instead let the next learner open the run again amid the old claims, and
 the removal would go on under its hands and take its new claims too. Then go claims and give-back records, then the
-logs with what lies beside them, and last the pages that say "end": as long as something is there, the run reads as finished,
-and nobody takes it for one that broke off and opens the next.
+logs with what lies beside them, and last the pages that say "end": as long as something is there, the run reads as
+finished, and nobody takes it for one that broke off and opens the next.
 
 A learner that read the manifest just before it was closed shows by its log, which goes before its first claim:
 before every batch the logs are listed, and a newcomer stops the removal. One that is held up between its reading
