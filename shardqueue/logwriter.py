@@ -43,12 +43,17 @@ class LogWriter:
         mailbox: where to.
         keys: of the run.
         every: seconds between two writes, once others have seen the log change.
+
+    Attributes:
+        landed: what was done until then, by the clock, is in the mailbox for sure; at first, when writing began.
     """
 
     def __init__(self, author: Author, mailbox: Mailbox, keys: RunKeys, every: float, clock: Clock) -> None:
         self._author, self._mailbox, self._keys = author, mailbox, keys
         self._every, self._clock = every, clock
-        self._leaving = threading.Event()
+        self.landed = clock.monotonic()
+        self._stirred = threading.Event()
+        self._leaving = False
         self._leave_by = 0.0
         self._thread = threading.Thread(target=self._work, name="shardqueue-log", daemon=True)
         self._told = False
@@ -65,10 +70,14 @@ class LogWriter:
                 self._thread.start()
             return self._tried
 
+    def wake(self) -> None:
+        """Write now: somebody waits for it."""
+        self._stirred.set()
+
     def finish(self, by: float) -> None:
         """Write a last time, trying until the clock says `by`, and end."""
-        self._leave_by = by
-        self._leaving.set()
+        self._leave_by, self._leaving = by, True
+        self._stirred.set()
         self._thread.join()
 
     def _work(self) -> None:
@@ -78,13 +87,16 @@ class LogWriter:
         for logged in waiting:
             logged()
         for pause in log_pauses(self._every):
-            if self._leaving.wait(pause):
+            self._stirred.wait(pause)
+            self._stirred.clear()
+            if self._leaving:
                 break
             self._write()
         while not self._write() and self._clock.monotonic() < self._leave_by:
             threading.Event().wait(0.5)
 
     def _write(self) -> bool:
+        now = self._clock.monotonic()
         for page in self._author.pages():
             key = self._keys.log(page.learner, page.instance, page.process, page.page)
             try:
@@ -93,6 +105,7 @@ class LogWriter:
                 self._author.wrote(page, clear=False)
                 return self._give_up(page.learner, error)
             self._author.wrote(page, clear=True)
+        self.landed = now
         return True
 
     def _give_up(self, learner: str, error: Exception) -> bool:
