@@ -255,6 +255,11 @@ class Book:
         """Batches handed out and not known to be trained."""
         return [handed.step for handed in self._handed]
 
+    @property
+    def holds(self) -> int:
+        """How many attempts are ours and not over."""
+        return len(self._held)
+
     def claim(self, key: tuple[str, str, int]) -> None:
         """The attempt is ours."""
         self.claimed += 1
