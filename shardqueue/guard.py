@@ -2,13 +2,17 @@
 
 Its log is *late* once what is known to have reached the mailbox is older than half of `reclaim_after`: the process
 was paused, or the store is out, and others may soon count it as silent. From then on it claims nothing, and before
-each batch it reads whether that batch's attempt was ended; until the store answers, it trains nothing. As long as the
-log is in time, all this costs a comparison a batch.
+each batch it reads whether that batch's attempt was ended; until the store answers, it trains nothing.
+
+When a process goes on after a pause, its log may be written before its loop comes for the next batch. So a gap
+between two writes is remembered: of whatever was in hand then, or may have been asked for before, every batch is
+asked about. As long as the log is in time, all this costs two comparisons a batch.
 """
 
 from __future__ import annotations
 
 import threading
+from math import inf
 from typing import TYPE_CHECKING
 
 from shardqueue.asks import PATIENCE
@@ -16,17 +20,22 @@ from shardqueue.errors import InvalidInputError, MailboxUnavailableError
 from shardqueue.records import BackRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from shardqueue.clock import Clock
     from shardqueue.mailbox import Mailbox
     from shardqueue.records import RunKeys
     from shardqueue.units import Step
 
+    Attempt = tuple[str, str, int]
+    """Pass, unit, and the number of an attempt at it."""
+
 PAUSE = 0.5
 """Seconds between two questions to a store that does not answer."""
 LEAST, MOST = 1.0, 7 * 86400.0
 """Seconds that `reclaim_after` may be."""
+UNDER_WAY = 30.0
+"""Seconds for which a call may be under way, or be repeated, once the mailbox answers."""
 WRITES = 3
 """Writes of a log that must fit into `reclaim_after`."""
 
@@ -79,12 +88,29 @@ class Guard:
     ) -> None:
         self._mailbox, self._keys, self._after = mailbox, keys, after
         self._landed, self._clock = landed, clock
-        self._ended: dict[tuple[str, str, int], int] = {}
+        self._lapsed = -inf
+        self._doubtful: set[Attempt] = set()
+        self._ended: dict[Attempt, int] = {}
 
     @property
     def late(self) -> bool:
         """Whether our log is so old that others may soon take us for silent."""
         return self._clock.monotonic() - self._landed() > self._after / 2
+
+    def landed_after(self, gap: float, held: Iterable[Attempt]) -> None:
+        """Our log is in the mailbox again, `gap` seconds after it was there before; `held` is in hand."""
+        if gap > self._after / 2:
+            self._doubtful.update(held)
+            self._lapsed = self._clock.monotonic()
+
+    def claimed(self, attempt: Attempt) -> None:
+        """An attempt is ours; it may have been asked for a while ago."""
+        if self._clock.monotonic() - self._lapsed < max(self._after, UNDER_WAY):
+            self._doubtful.add(attempt)
+
+    def released(self, attempt: Attempt) -> None:
+        """An attempt is over."""
+        self._doubtful.discard(attempt)
 
     def ended_at(self, step: Step) -> int | None:
         """Where the attempt of this batch was ended before it, by others; None as long as the batch is ours.
@@ -94,7 +120,8 @@ class Guard:
         """
         key = step.pass_, step.unit, step.attempt
         if key not in self._ended:
-            record = self._read(step) if self.late else None
+            # In this order: the log is late until what is in hand is in doubt.
+            record = self._read(step) if self.late or key in self._doubtful else None
             if record is None or step.index < record.begin:
                 return None
             self._ended[key] = record.begin

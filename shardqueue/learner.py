@@ -26,7 +26,7 @@ from shardqueue.plan import check_identifier
 from shardqueue.records import Current, HeldClaim, LogPage, Process, Totals, TrainedSpan
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
     from shardqueue.records import Left
     from shardqueue.units import Step
@@ -256,9 +256,9 @@ class Book:
         return [handed.step for handed in self._handed]
 
     @property
-    def holds(self) -> int:
-        """How many attempts are ours and not over."""
-        return len(self._held)
+    def held(self) -> Collection[tuple[str, str, int]]:
+        """The attempts that are ours and not over."""
+        return self._held.keys()
 
     def claim(self, key: tuple[str, str, int]) -> None:
         """The attempt is ours."""

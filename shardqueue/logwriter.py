@@ -34,6 +34,10 @@ class Author(Protocol):
         """The page was written, or it is not clear whether it was."""
         ...
 
+    def landed_after(self, gap: float) -> None:
+        """A page is written, `gap` seconds newer than what was known to be written before."""
+        ...
+
 
 class LogWriter:
     """Writes the log of one process in one run, from `start` to `finish`.
@@ -105,6 +109,7 @@ class LogWriter:
                 self._author.wrote(page, clear=False)
                 return self._give_up(page.learner, error)
             self._author.wrote(page, clear=True)
+        self._author.landed_after(now - self.landed)
         self.landed = now
         return True
 

@@ -526,6 +526,8 @@ class Session:
         """An attempt at a unit is ours."""
         with self.lock:
             self._book.claim((pass_, claim.identifier, claim.attempt))
+            if self._guard is not None:
+                self._guard.claimed((pass_, claim.identifier, claim.attempt))
             self._units[pass_] += claim.attempt == 0
 
     def cut(self, pass_: str, claim: Attempt) -> None:
@@ -543,6 +545,8 @@ class Session:
         with self.lock:
             self._book.release((pass_, claim.identifier, claim.attempt), whole_at, self.clock.wall())
             self._last.pop((pass_, claim.identifier, claim.attempt), None)
+            if self._guard is not None:
+                self._guard.released((pass_, claim.identifier, claim.attempt))
         self._tell_those_who_wait()
 
     # -- being given up, and giving others up ------------------------------------------------------------
@@ -593,7 +597,7 @@ class Session:
 
     def _tell_those_who_wait(self) -> None:
         writer = self._writer
-        if self._waits and writer is not None and not self._book.holds:
+        if self._waits and writer is not None and not self._book.held:
             writer.wake()
 
     # -- for feeds, of what is trained -------------------------------------------------------------------
@@ -678,6 +682,12 @@ class Session:
         """The page was written, or it is not clear whether it was."""
         with self.lock:
             self._book.wrote(page, clear)
+
+    def landed_after(self, gap: float) -> None:
+        """A page is written, `gap` seconds newer than what was known to be written before."""
+        with self.lock:
+            if self._guard is not None:
+                self._guard.landed_after(gap, self._book.held)
 
     # -- inside ------------------------------------------------------------------------------------------
 

@@ -273,6 +273,9 @@ class LoaderWorker:
         """The page was written, or it is not clear whether it was."""
         self._book.wrote(page, clear)
 
+    def landed_after(self, gap: float) -> None:
+        """Nobody hands out the units of a worker without a session again."""
+
     def _tell(self, told: Told, claim: Claim, value: int) -> None:
         if self.tracked:
             self._unsent.append(Message(self._number, self.word, told, claim.position, claim.attempt, value))
