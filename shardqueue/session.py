@@ -667,8 +667,8 @@ class Session:
 
     @property
     def counts_coming_back(self) -> bool:
-        """Whether coming back for the next batch makes the last one trained."""
-        return self._implicit
+        """Whether what is in hand may be trained, and must not be offered again: at most once, if nobody else knows."""
+        return self._implicit and self._guard is None
 
     def pages(self) -> list[LogPage]:
         """The log's pages that have to be written now, the current one last."""
