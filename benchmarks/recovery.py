@@ -1,8 +1,9 @@
-"""What it costs to lose nothing: requests a unit and step time with `reclaim_after` off and on, and what `status` reads.
+"""What it costs to lose nothing: requests and step time with `reclaim_after` off and on, and what `status` reads.
 
-Requests are counted in virtual time (`shardqueue.simulate`, the real claiming code), about 20 units a learner, where
-the end of the pass, at which learners look after one another, weighs most. All requests count: finding the run, claims,
-and the logs, which are written by the clock. Then a node dies, and what it held is trained all the same.
+Requests are counted in virtual time (`shardqueue.simulate`, the real claiming code), with 100 units a learner and
+with 20, where the start and the end of the pass, at which learners look after one another, weigh most. All requests
+count: finding the run, claims, and the logs, which are written by the clock. Then a node dies, and what it held is
+trained all the same.
 
 Step time is measured for real: two learners in threads train by waiting, in one process and over one folder, off and
 on in turns. And once with a loader and a loop that do nothing, which shows what the guard costs a batch.
@@ -30,11 +31,13 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.report import Report, Row, options
 from benchmarks.seaweedfs import BUCKET, seaweedfs
 from shardqueue import Session, open_mailbox, shared_queue, unit_grid
+from shardqueue.clock import SystemClock
 from shardqueue.mailbox.faults import Wrapper
 from shardqueue.plan import Plan
 from shardqueue.records import LogPage, Manifest, Process, RunKeys, Totals, TrainedSpan
 from shardqueue.run import new_manifest
 from shardqueue.simulate import Node, simulate
+from shardqueue.status.observing import Observer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -43,8 +46,8 @@ if TYPE_CHECKING:
     from shardqueue.units import Unit
 
 SPEEDS = (1.0, 0.5, 0.5, 0.25)
-BATCHES = 20
-"""Batches of a unit."""
+BATCHES, BATCH_SECONDS = 20, 0.05
+"""Batches of a unit, and what one takes the fastest learner."""
 RECLAIM_AFTER = 60.0
 LEARNERS, UNITS, PAGE = 64, 1_000_000, 2000
 """Of the run that `status` looks at; spans of a full page."""
@@ -54,15 +57,15 @@ LIMIT = "2: a create and its read-back, without logs"
 # -- requests ----------------------------------------------------------------------------------------------
 
 
-def requests(report: Report, learners: int, batch_seconds: float = 0.1) -> None:
-    """All requests a unit, off and on."""
-    units = 20 * learners
+def requests(report: Report, learners: int, each: int) -> None:
+    """All requests a unit, off and on; `each`: units a learner."""
+    units = each * learners
     nodes = [Node(SPEEDS[index % len(SPEEDS)]) for index in range(learners)]
     for after in (None, RECLAIM_AFTER):
         found = simulate(
             unit_grid(units * BATCHES, BATCHES, 1, taper=False),
             nodes,
-            batch_seconds=batch_seconds,
+            batch_seconds=BATCH_SECONDS,
             latency=0.03,
             reclaim_after=after,
         )
@@ -71,19 +74,24 @@ def requests(report: Report, learners: int, batch_seconds: float = 0.1) -> None:
         _judge(report, case, found.trained, units * BATCHES, twice=0)
 
 
-def a_death(report: Report, batch_seconds: float = 0.1) -> None:
+def a_death(report: Report) -> None:
     """One of four dies half-way; nobody sees its process."""
-    steps = 200 * BATCHES
+    steps, after = 200 * BATCHES, 10.0
+    units = unit_grid(steps, BATCHES, 1)
     nodes = [Node(speed) for speed in SPEEDS]
-    whole = simulate(unit_grid(steps, BATCHES, 1), nodes, batch_seconds=batch_seconds, latency=0.03)
+    whole = simulate(units, nodes, batch_seconds=BATCH_SECONDS, latency=0.03)
     dying = [nodes[0], Node(SPEEDS[1], dies=whole.makespan / 2), *nodes[2:]]
     found = simulate(
-        unit_grid(steps, BATCHES, 1), dying, batch_seconds=batch_seconds, latency=0.03, reclaim_after=10.0,
-        log_every=10.0 / 3,
-    )  # fmt: skip
-    case = "one of 4 nodes dies half-way, reclaim_after 10 s"
+        units,
+        dying,
+        batch_seconds=BATCH_SECONDS,
+        latency=0.03,
+        reclaim_after=after,
+        log_every=after / 3,
+    )
+    case = f"one of 4 nodes dies half-way, reclaim_after {_name(after)}"
     twice = sum(found.trained.values()) - len(found.trained)
-    most = (10.0 / 3 + 1.0) * SPEEDS[1] / batch_seconds
+    most = (after / 3 + 0.1) * SPEEDS[1] / BATCH_SECONDS
     against = f"{most:.0f}: what it trained since its last log, at most"
     report.add(Row(f"{case}: batches trained twice", twice, "batches", most, against))
     _judge(report, case, found.trained, steps, twice=int(most))
@@ -103,8 +111,8 @@ def step_time(report: Report, seconds: float, steps: int, turns: int) -> None:
         case = f"a step of {1000 * seconds:g} ms, 2 learners on a folder, on against off"
         report.add(Row(case, on / off, "x off", 1.01, f"off: {1000 * off:.3f} ms"))
         return
-    report.add(Row("a batch, loader and loop do nothing, on less off", 1e6 * (on - off), "us", 10.0,
-                   f"off: {1e6 * off:.1f} us"))  # fmt: skip
+    case = "a batch, loader and loop do nothing, on less off"
+    report.add(Row(case, 1e6 * (on - off), "us", 10.0, f"off: {1e6 * off:.1f} us"))
 
 
 def _train(report: Report, after: float | None, seconds: float, steps: int) -> float:
@@ -156,19 +164,17 @@ class Counting(Wrapper):
         super().__init__(mailbox)
         self.calls: Counter[str] = Counter()
 
-    def _around(self, verb: str, name: str, forward: Callable[[], Any]) -> Any:
+    def _around(self, verb: str, name: str, forward: Callable[[], Any]) -> Any:  # noqa: ARG002
         self.calls[verb] += 1
         return forward()
 
 
 def status(report: Report, store: str, url: str, environment: dict[str, str], **storage: Any) -> None:
     """Requests and seconds of `shardqueue status`."""
-    from shardqueue.status.observing import observe  # here: it is what is measured
-
     mailbox = open_mailbox(url, **storage)
     pages = _write_logs(mailbox)
     counting = Counting(mailbox)
-    observe(counting)
+    Observer(counting, None, SystemClock()).look()
     case = f"status on {store}, {LEARNERS} learners, {UNITS:,} units, {pages} full pages"
     total = sum(counting.calls.values())
     report.add(Row(f"{case}: requests", total, "requests", LEARNERS + 6, f"{LEARNERS}: a page a learner"))
@@ -182,7 +188,7 @@ def status(report: Report, store: str, url: str, environment: dict[str, str], **
     began = time.perf_counter()
     done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
     report.add(Row(f"{case}: seconds", time.perf_counter() - began, "s", None, "the whole command"))
-    if done.returncode:
+    if done.returncode not in (0, 1):  # 1: nobody is alive
         report.wrong.append(f"status on {store} ended with {done.returncode}: {done.stdout}{done.stderr}")
 
 
@@ -232,7 +238,8 @@ def main(arguments: list[str] | None = None) -> int:
     cases = given.only or ("requests", "steps", "status")
     if "requests" in cases:
         for learners in (4, 64):
-            requests(report, learners)
+            for each in (20, 100):
+                requests(report, learners, each)
         a_death(report)
     if "steps" in cases:
         step_time(report, 0.005, 400 if given.quick else 1200, 3)
@@ -240,7 +247,9 @@ def main(arguments: list[str] | None = None) -> int:
     if "status" in cases:
         with tempfile.TemporaryDirectory() as folder:
             status(report, "a folder", folder, {})
-            with seaweedfs(Path(folder) / "server") as server:
+            place = Path(folder) / "server"
+            place.mkdir()
+            with seaweedfs(place) as server:
                 environment = {
                     "AWS_ENDPOINT_URL": server.endpoint,
                     "AWS_ACCESS_KEY_ID": server.options["key"],

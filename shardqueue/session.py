@@ -667,7 +667,7 @@ class Session:
 
     @property
     def counts_coming_back(self) -> bool:
-        """Whether what is in hand may be trained, and must not be offered again: at most once, if nobody else knows."""
+        """Whether what is in hand may be trained though nobody said so, and must not be offered again."""
         return self._implicit and self._guard is None
 
     def pages(self) -> list[LogPage]:
