@@ -57,7 +57,8 @@ OUTAGE = 10.0
 class Feed:
     """One pass of one learner over a plan, batch by batch.
 
-    `plan`: the units, also those trained before the run. `tracked`: what its consumer takes is reported by `Session.track`, further out. `manned`: somebody works for it.
+    `plan`: the units, also those trained before the run. `tracked`: what its consumer takes is reported by
+    `Session.track`, further out. `manned`: somebody works for it.
 
     Args:
         plan: the units.
