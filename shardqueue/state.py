@@ -118,15 +118,17 @@ class State:
         for name, kind in (("run", str), ("run_id", str), ("passes", dict), ("missing", dict)):
             if not isinstance(data[name], kind):
                 raise InvalidInputError(f"state.{name}", data[name], f"a {kind.__name__}", _REMEDY)
-        if data["plan"] is not None and not isinstance(data["plan"], dict):
-            raise InvalidInputError("state.plan", data["plan"], "a plan's signature", _REMEDY)
-        step = data["global_step"]
+        plan, step = data["plan"], data["global_step"]
+        if plan is not None and not isinstance(plan, dict):
+            raise InvalidInputError("state.plan", plan, "a plan's signature", _REMEDY)
+        units = 0 if plan is None else check_count("state.plan.units", plan.get("units", -1))
         return cls(
-            plan=data["plan"],
+            plan=plan,
             run=data["run"],
             run_id=data["run_id"],
             passes={
-                name: Trained.of(told, f"state.passes[{name!r}]") for name, told in data["passes"].items()
+                name: Trained.of(told, f"state.passes[{name!r}]", units)
+                for name, told in data["passes"].items()
             },
             global_step=None if step is None else check_count("state.global_step", step),
             samples=check_count("state.samples", data["samples"]),

@@ -105,8 +105,13 @@ class Trained:
         }
 
     @classmethod
-    def of(cls, data: object, name: str) -> Self:
-        """Read what `as_json` gave; `name` is what to call it in an error.
+    def of(cls, data: object, name: str, units: int = _LARGEST) -> Self:
+        """Read what `as_json` gave.
+
+        Args:
+            data: that.
+            name: what to call it in an error.
+            units: how many the plan has.
 
         Raises:
             InvalidInputError: it is something else.
@@ -121,6 +126,11 @@ class Trained:
             self.sizes[position] = _count(size, f"{name}.sizes")
         self.batches = _count(data["batches"], f"{name}.batches")
         self.before = _count(data["before"], f"{name}.before")
+        beyond = max(
+            [0, *(position + 1 for position in self.parts), *(stop for _, stop in self.whole.spans())]
+        )
+        if beyond > units:
+            raise InvalidInputError(f"{name}.units", beyond, f"at most {units}, as the plan has", _REMEDY)
         if not isinstance(data["over"], bool):
             raise InvalidInputError(f"{name}.over", data["over"], "True or False", _REMEDY)
         self.over = data["over"]

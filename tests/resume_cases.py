@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from learners import until
 from lockstep_cases import joined, load, plan
 from torch import distributed
 from torch.utils.data import DataLoader
 
-from shardqueue import Session, SharedQueueDataset, unit_grid
+from shardqueue import Session, SharedQueueDataset, shared_queue, unit_grid
+from shardqueue.records import RunKeys
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,7 +30,9 @@ class Stint:
         steps: after which the checkpoint is taken and the job ends; None for the end of the pass.
         when: in the last step, where in the loop's body the state is taken: "before" or "after" `session.step`.
         alone: only rank 0 takes the state.
-        done: as for `Lockstep.train`.
+        workers, context, persistent: of the loader.
+        epochs: passes to be trained; the checkpoint is taken in the first, or after the last.
+        queue: through `shared_queue`, without a loader; of independent learners only.
     """
 
     shape: str = "units of 20"
@@ -40,7 +45,7 @@ class Stint:
     context: str = "fork"
     persistent: bool = False
     epochs: int = 1
-    accumulate: int = 1
+    queue: bool = False
 
 
 @dataclass
@@ -52,6 +57,11 @@ class Told:
     progress: list[int]
     passes: list[str]
 
+    def add(self, step: Any, batch: Any) -> None:
+        """This batch is trained."""
+        self.values.append((int(batch[0]), int(batch[1])))
+        self.passes.append(step.pass_)
+
 
 def units_of(stint: Stint) -> tuple[Mapping[str, object], int | None]:
     if stint.shape == "units of 20":
@@ -59,9 +69,9 @@ def units_of(stint: Stint) -> tuple[Mapping[str, object], int | None]:
     return plan(stint.shape, stint.total)
 
 
-def loader_of(stint: Stint, mailbox: str, learner: str, independent: bool = False) -> Any:
+def loader_of(stint: Stint, mailbox: str, learner: str) -> Any:
     units, batches = units_of(stint)
-    dataset = SharedQueueDataset(units, mailbox, load, learner, batches=batches, independent=independent)
+    dataset = SharedQueueDataset(units, mailbox, load, learner, batches=batches)
     options: dict[str, Any] = {}
     if stint.workers:
         options = {"multiprocessing_context": stint.context, "persistent_workers": stint.persistent}
@@ -77,18 +87,16 @@ def in_step(rank: int, stint: Stint, mailbox: str, states: list[dict[str, Any]])
             session.load_state_dict(*states)
         loader = loader_of(stint, mailbox, f"rank-{rank}")
         for _ in range(stint.epochs):
-            steps = 0
-            for step, batch in session.track(loader, group=distributed.group.WORLD, uneven=stint.uneven):  # type: ignore[arg-type]
-                steps += 1
-                last = steps == stint.steps
+            loop = session.track(loader, group=distributed.group.WORLD, uneven=stint.uneven)  # type: ignore[arg-type]
+            for number, (step, batch) in enumerate(loop, 1):
+                last = number == stint.steps
                 fresh = not session.lockstep.repeating  # type: ignore[union-attr]
                 told.progress.append(session.agreed.progress)  # type: ignore[union-attr]
                 if last and stint.when == "before":
                     told.state = take(rank, stint, session)
                     break
                 if fresh:
-                    told.values.append((int(batch[0]), int(batch[1])))
-                    told.passes.append(step.pass_)
+                    told.add(step, batch)
                 distributed.all_reduce(torch.zeros(1))  # as a synchronous job does: nobody is a step ahead
                 session.step(samples=1)
                 if last:
@@ -96,7 +104,51 @@ def in_step(rank: int, stint: Stint, mailbox: str, states: list[dict[str, Any]])
                     break
         told.state = told.state or take(rank, stint, session)
         distributed.barrier()
+    end_workers(loader)
     return told
+
+
+def end_workers(loader: Any) -> None:
+    """Collected in a cycle, a loader waits 5 s for each worker that persists."""
+    if getattr(loader, "persistent_workers", False):
+        loader._iterator._shutdown_workers()
+
+
+def on_its_own(rank: int, stint: Stint, size: int, mailbox: str, states: list[dict[str, Any]]) -> Told:
+    """Be one of `size` independent learners; nobody ends before all are there."""
+    told = Told([], {}, [], [])
+    name = f"node-{rank}"
+    with ExitStack() as stack:
+        session = stack.enter_context(Session(mailbox, name))
+        session.load_state_dict(*states)
+        loader: Any = None
+        if not stint.queue:
+            loader = loader_of(stint, mailbox, name)
+        for _ in range(stint.epochs):
+            if stint.queue:
+                loop: Any = stack.enter_context(shared_queue(units_of(stint)[0], mailbox, name, load))
+            else:
+                loop = session.track(loader)
+            for number, (step, batch) in enumerate(loop, 1):
+                until(lambda: len(learners(session)) >= size)
+                if number == stint.steps and stint.when == "before":
+                    told.state = session.state_dict()
+                    break
+                told.add(step, batch)
+                session.step(samples=1)
+                if number == stint.steps:
+                    told.state = session.state_dict()
+                    break
+        told.state = told.state or session.state_dict()
+    end_workers(loader)
+    return told
+
+
+def learners(session: Session) -> set[str]:
+    """Who has a log in the run."""
+    keys = RunKeys(session.run or "1")
+    logs = map(keys.parse_log, session.mailbox.list(keys.learners))
+    return {log[0] for log in logs if log is not None}
 
 
 def take(rank: int, stint: Stint, session: Session) -> dict[str, Any]:
