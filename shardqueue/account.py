@@ -41,12 +41,16 @@ class Account:
         before = None if self._start is None else self._start.passes.get(span.pass_)
         skipped = None if before is None else before.parts.get(position)
         whole = span.whole and end == span.end
-        size = end + (0 if skipped is None else len(skipped)) if whole else None
-        trained = self.passes.setdefault(span.pass_, Trained())
+        trained = self.passes.get(span.pass_)
+        if trained is None:
+            trained = self.passes[span.pass_] = Trained()
+        if whole and skipped is None and not span.begin:
+            trained.finish(position, end)
+            return
         for first, last in untrained(skipped, span.begin, end):
             trained.add(position, first, last)
-        if size is not None:
-            trained.add(position, 0, 0, size)
+        if whole:
+            trained.add(position, 0, 0, end + (0 if skipped is None else len(skipped)))
 
     def onto(self, passes: dict[str, Trained]) -> None:
         """Add it all to what was trained before."""
