@@ -79,11 +79,6 @@ def key_of(word: int) -> int:
     return word & ((1 << _KEY_BITS) - 1)
 
 
-def pass_name(number: int, stage: str = "") -> str:
-    """Return the name of a pass, which is its folder in the mailbox; the first one of training has none."""
-    return f"{stage}{number}" if stage else f"e{number}" if number else ""
-
-
 class Block:
     """The shared words.
 
@@ -161,6 +156,11 @@ class Block:
     def fresh(self) -> bool:
         """Whether nothing was claimed when the tracked iteration was made."""
         return bool(self._words[_FRESH])
+
+    def start_at(self, pass_: int) -> None:
+        """The first iteration is this pass, where no epoch is set and none has begun."""
+        if not self._words[_CURRENT] and pass_:
+            self._words[_CURRENT] = iteration_word(pass_ - 1, 0)
 
     def leave(self, word: int) -> None:
         """The loop of a tracked iteration was left: its workers are to stop, late ones not to begin."""

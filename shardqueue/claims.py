@@ -210,7 +210,7 @@ class Claims:
         self.pace = Pace()
         self.hand: dict[Claim, None] = {}
         self.asks = Asks(random, patience)
-        self.exhausted = False
+        self.exhausted = not len(plan)
         self.yielded = False
         self.stopped = False
         self.promised = 0.0

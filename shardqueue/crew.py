@@ -73,9 +73,10 @@ class Held:
 
 
 class Crew:
-    """The workers of the iteration `word`, in the pass of that iteration.
+    """The workers of the iteration `word`, in the pass of that iteration, of whose plan `plan` is left.
 
     Attributes:
+        plan: the units, also those trained before the run.
         drained: the loop came to the loader's end.
         returned: after closing, the claims that were not trained whole.
     """
@@ -84,7 +85,8 @@ class Crew:
         self.tracked = True
         self.drained = False
         self.returned: tuple[Returned, ...] = ()
-        self._plan, self._session = plan, session
+        self.plan, self._session = plan.origin, session
+        self._plan = plan
         self._block, self._pipe, self._word = block, pipe, word
         self._pass = pass_
         self._held: dict[tuple[str, int], Held] = {}

@@ -23,10 +23,11 @@ from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import torch
+from msgspec.structs import replace
 from torch.utils.data import IterableDataset, get_worker_info
 
 from shardqueue.agreement import world_size
-from shardqueue.block import WORDS, WORKERS, Block, Doing, Pipe, iteration_key, pass_name, pass_of
+from shardqueue.block import WORDS, WORKERS, Block, Doing, Pipe, iteration_key, pass_of
 from shardqueue.crew import Crew
 from shardqueue.entered import find_session, warn_of_another_session
 from shardqueue.errors import ClosedError, InvalidInputError
@@ -38,7 +39,8 @@ from shardqueue.loading import check_load
 from shardqueue.lockstep import lockstep_of
 from shardqueue.mailbox import open_mailbox
 from shardqueue.plan import Plan, check_identifier
-from shardqueue.records import RunKeys
+from shardqueue.records import Manifest, RunKeys, pass_name
+from shardqueue.remaining import remaining
 from shardqueue.rows import RowBatches, check_rows
 from shardqueue.run import Joined, new_manifest
 from shardqueue.session import Session
@@ -223,6 +225,7 @@ class SharedQueueDataset(IterableDataset[Any]):
         self._source: Source | None = None
         self._rest: Feed | None = None
         self._joined_run: str | None = None
+        self._joined_state: dict[str, Any] | None = None
         self._iterations = count()
         register(self)
 
@@ -271,6 +274,28 @@ class SharedQueueDataset(IterableDataset[Any]):
         self._be_home()
         return pass_of(self._block.next_word(0))
 
+    def start_from(self, session: Session) -> None:
+        """Passes that are counted begin with the first one of which the state that was loaded has something left."""
+        if session.start is not None and not self.stage:
+            self._be_home()
+            self._block.start_at(session.start.first_pass(self._plan))
+
+    def pass_over(self) -> None:
+        """Nothing is left of the pass that would be iterated next."""
+        word = self._block.next_word(iteration_key(self._block.instance, next(self._iterations)))
+        self._block.begin(word)
+        self._block.finish(word)
+
+    def trained_before(self, session: Session, number: int) -> int:
+        """How many batches of a pass were trained before the run; all of them, where it was over."""
+        start = session.start if session.joined is None else session.joined.start
+        trained = None if start is None else start.passes.get(self.pass_name(number))
+        if trained is None or self.batches is None:
+            return 0
+        left = remaining(self._plan, trained)
+        known = trained.batches if left.total is None else (self._plan.total or 0) - left.total
+        return known if len(left) else self.batches
+
     def pass_name(self, number: int) -> str:
         """The name of a pass of this dataset."""
         return pass_name(number, self.stage)
@@ -296,6 +321,7 @@ class SharedQueueDataset(IterableDataset[Any]):
         check_log_pause(session.log_every, self._reclaim_after)
         session.count_remainder()
         self._leave(failed=False)
+        self.start_from(session)
         word = self._block.next_word(iteration_key(session.instance, next(self._iterations)))
         name = self.pass_name(pass_of(word))
         if any(doing is Doing.CLAIMING for _, _, doing in self._block.workers(self._block.current)):
@@ -305,7 +331,8 @@ class SharedQueueDataset(IterableDataset[Any]):
         joined = session.open(self._plan, run, name, self.stage, self._reclaim_after)
         self._block.name(session.instance)
         self._block.run = self._joined_run = joined.keys.run
-        crew = Crew(self._plan, session, self._block, self._pipe, word, name)
+        self._joined_state = joined.manifest.state
+        crew = Crew(joined.left(self._plan, name), session, self._block, self._pipe, word, name)
         session.admit(crew, name)
         crew.poke()
         self._source = crew
@@ -407,6 +434,7 @@ class SharedQueueDataset(IterableDataset[Any]):
         entered = find_session(self.learner_id, own=False)
         if entered is not None:
             entered.count_remainder()
+            self.start_from(entered)
         self._leave(failed=False)
         word = self._block.next_word(iteration_key(self._block.instance, next(self._iterations)))
         if self._block.finished_before(word):
@@ -513,10 +541,7 @@ class SharedQueueDataset(IterableDataset[Any]):
             # By name, for which the block has no room; no worker is older than the run.
             run = self._joined_run
         if worker.tracked and run is not None:
-            # The training process has agreed on it.
-            wall, after = worker.clock.wall(), self._reclaim_after
-            manifest = new_manifest(self._plan, self.learner_id, wall, self.stage, after)
-            worker.joined = Joined(RunKeys(run), manifest)
+            worker.joined = self._agreed_on(RunKeys(run), worker)
         feed = Feed(self._plan, worker, self.load_of(pass_of(worker.word)), 1, run, place)
         failed = True
         try:
@@ -525,6 +550,15 @@ class SharedQueueDataset(IterableDataset[Any]):
             failed = False
         finally:
             feed.close(failed)
+
+    def _agreed_on(self, keys: RunKeys, worker: LoaderWorker) -> Joined:
+        """The run that the training process is in, which has checked it."""
+        state = self._joined_state
+        if keys.run != self._joined_run:  # this worker is older than the run
+            data = worker.mailbox.get(keys.manifest)
+            state = None if data is None else Manifest.decode(data, keys.manifest).state
+        manifest = new_manifest(self._plan, self.learner_id, worker.clock.wall(), self.stage)
+        return Joined(keys, replace(manifest, state=state, reclaim_after=self._reclaim_after))
 
     def _check_worker(self, info: WorkerInfo) -> None:
         if info.num_workers > WORKERS:

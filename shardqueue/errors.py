@@ -76,6 +76,10 @@ class PlanMismatchError(RunError):
     """The run was opened with another plan."""
 
 
+class StateMismatchError(RunError):
+    """A state has nothing to do with the run that goes on, or with another state."""
+
+
 class PassFinishedError(RunError):
     """This process has already iterated this pass to its end."""
 

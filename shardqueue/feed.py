@@ -58,7 +58,8 @@ OUTAGE = 10.0
 class Feed:
     """One pass of one learner over a plan, batch by batch.
 
-    `tracked`: what its consumer takes is reported by `Session.track`, further out. `manned`: somebody works for it.
+    `plan`: the units, also those trained before the run. `tracked`: what its consumer takes is reported by
+    `Session.track`, further out. `manned`: somebody works for it.
 
     Args:
         plan: the units.
@@ -75,7 +76,8 @@ class Feed:
         self.returned: tuple[Returned, ...] = ()
         self._pid = os.getpid()
         self.tracked, self.manned = False, True
-        self._plan, self._host, self._load = plan, host, load
+        self.plan = self._plan = plan
+        self._host, self._load = host, load
         self._prefetch = 1 if place.inline else prefetch
         self._run, self._place, self._pass = run, place, place.pass_
         self._seat = seat(place.pass_, place.worker)
@@ -222,7 +224,9 @@ class Feed:
         allowed = self._host.allowance(self._seat).batches
         rest = self._place.worker == TAIL
         if not (self.over or self._handed_out or rest) and allowed is None:
-            logger.warning("%s: nothing was left to claim in run %s", self._owner.learner, self._host.run)
+            # Or it was all trained before the run.
+            level = logging.WARNING if len(self._plan) else logging.INFO
+            logger.log(level, "%s: nothing was left to claim in run %s", self._owner.learner, self._host.run)
         self.over = True
 
     def _hand_out(self, claims: Claims) -> Loaded:
@@ -402,16 +406,18 @@ class Feed:
             check_joined(joined, self._plan, self._run, self._place.stage, self._place.reclaim_after)
             self._begin(joined, late=joined.late or not self._place.fresh)
             return None
-        stage = self._place.stage
+        place, state = self._place, self._host.start
+        wall = self._clock.wall()
         manifest = new_manifest(
-            self._plan, self._owner.learner, self._clock.wall(), stage, self._place.reclaim_after
+            self._plan, self._owner.learner, wall, place.stage, state, place.reclaim_after
         )
         return Opening(
             *(self._plan, manifest, self._owner, self._run),
             seen=seen_here,
             random=self._random,
             pass_=self._pass,
-            stage=stage,
+            stage=place.stage,
+            state=state,
         )
 
     def _finished_driving(self) -> bool:
@@ -504,6 +510,7 @@ class Feed:
         self._twin = joined.twin
         for notice in joined.notices:
             logger.warning("%s", notice)
+        self._plan = joined.left(self.plan, self._pass)
         self._claims = Claims(
             self._plan,
             joined.keys,

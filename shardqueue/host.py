@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from shardqueue.mailbox import Mailbox
     from shardqueue.run import Joined
     from shardqueue.source import Source
+    from shardqueue.state import State
     from shardqueue.units import Step
 
 
@@ -21,6 +22,7 @@ class Host(Protocol):
     """Whom a feed reports to, and in whose name it works: a session, or the worker of a loader.
 
     Attributes:
+        start: the state that the learner goes on from, if one was loaded.
         farewell: seconds for which leaving tries to settle things with the mailbox.
         patrol: seconds between two looks at `over`; None where it never changes by itself.
     """
@@ -30,6 +32,7 @@ class Host(Protocol):
     learner_id: str
     instance: str
     joined: Joined | None
+    start: State | None
     farewell: float
     patrol: float | None
 

@@ -26,7 +26,7 @@ from shardqueue.plan import check_identifier
 from shardqueue.records import Current, HeldClaim, LogPage, Process, Totals, TrainedSpan
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
     from shardqueue.records import Left
     from shardqueue.units import Step
@@ -209,12 +209,17 @@ class _Handed:
     tick: int | None
 
 
+def _forget(span: TrainedSpan) -> None:
+    """The log alone keeps what is trained."""
+
+
 @dataclass(slots=True)
 class Book:
     """What one process of a learner claimed, handed out and trained. Not thread-safe: its owner locks.
 
     `first_page`: where its log begins, because another process with its name has written the pages before.
-    The public fields from `run_id` on are what its pages say, see `LogPage`.
+    `keep`: given each span once it grows no more. The other public fields from `run_id` on are what its pages say,
+    see `LogPage`.
     """
 
     learner: str
@@ -233,6 +238,7 @@ class Book:
     every: float | None = None
     left: Left | None = None
     rests: bool = False
+    keep: Callable[[TrainedSpan], None] = _forget
     _current: Current | None = None
     _held: dict[tuple[str, str, int], None] = field(default_factory=dict)
     _handed: list[_Handed] = field(default_factory=list)
@@ -249,6 +255,11 @@ class Book:
     def next_page(self) -> int:
         """The page after the last one: where another process of this name would begin."""
         return self._page + 1
+
+    @property
+    def growing(self) -> list[TrainedSpan]:
+        """Spans of units that go on, as they are now."""
+        return [span.frozen() for span in self._growing.values()]
 
     @property
     def in_hand(self) -> list[Step]:
@@ -272,10 +283,10 @@ class Book:
         span = self._growing.pop(key, None)
         if whole_at is not None and (span is None or span.end != whole_at):
             if span is not None:
-                self._spans.append(span.frozen())
+                self._close(span)
             span = _Span(key, whole_at, whole_at, wall, wall)  # no batch is left to say it
         if span is not None:
-            self._spans.append(span.frozen(whole))
+            self._close(span, whole)
 
     def hand(self, step: Step, waited: float, wall: float, tick: int | None = None) -> None:
         """A batch went to the consumer, who had waited for it; `tick`: at which step, if ranks step together."""
@@ -306,8 +317,7 @@ class Book:
         if len(self._spans) >= PAGE_SPANS:
             self._full[self._page], self._spans = self._spans, []
             self._page += 1
-        growing = [span.frozen() for span in self._growing.values()]
-        spans = {**self._full, self._page: [*self._spans, *growing]}
+        spans = {**self._full, self._page: [*self._spans, *self.growing]}
         totals = Totals(
             claimed=self.claimed,
             batches=self.batches,
@@ -359,7 +369,7 @@ class Book:
         span = self._growing.get(key)
         if span is None or span.end != step.index:
             if span is not None:
-                self._spans.append(span.frozen())
+                self._close(span)
             span = self._growing[key] = _Span(key, step.index, step.index, handed.wall, wall)
         span.end += 1
         span.waited += handed.waited
@@ -368,6 +378,12 @@ class Book:
         if handed.tick is not None:
             span.at(handed.tick)
         return span
+
+    def _close(self, span: _Span, whole: bool = False) -> None:
+        """Nothing more will be added to a span."""
+        closed = span.frozen(whole)
+        self._spans.append(closed)
+        self.keep(closed)
 
     def _count(self, step: Step) -> None:
         current = self._current

@@ -1,12 +1,13 @@
 """One unit's batches, as the user's `load` yields them.
 
-A `Reader` belongs to one claim and one thread. It skips the batches that an earlier attempt trained, checks that
-what comes are pairs whose first is an int, and gives each batch its `Step`. An error of the loader passes through
-with a note that names the unit.
+A `Reader` belongs to one claim and one thread. It skips the batches that an earlier attempt trained, does not even
+count those that were trained before the run, checks that what comes are pairs whose first is an int, and gives each
+batch its `Step`. An error of the loader passes through with a note that names the unit.
 """
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable
 
     from shardqueue.claims import Claim
+    from shardqueue.intervals import Intervals
     from shardqueue.plan import Plan
 
     Load = Callable[[Any], Iterable[tuple[Any, Any]]]
@@ -51,7 +53,8 @@ class Reader:
     def __init__(self, load: Load, plan: Plan, claim: Claim, pass_: str, worker: str) -> None:
         self.claim = claim
         self._from, self._index = (pass_, worker), 0
-        self._pairs = _pairs(load, plan, claim)
+        pairs, skipped = _pairs(load, plan, claim), plan.skipped(claim.position)
+        self._pairs = pairs if skipped is None else _without(pairs, skipped)
 
     def read(self) -> Loaded | None:
         """Return the next batch of this attempt, or None when there is no more.
@@ -76,6 +79,14 @@ class Reader:
     def close(self) -> None:
         """Let the loader close what it has open."""
         self._pairs.close()
+
+
+def _without(pairs: Generator[tuple[int, Any]], skipped: Intervals) -> Generator[tuple[int, Any]]:
+    """Those of a unit's batches that were not trained before the run."""
+    with closing(pairs):
+        for index, pair in enumerate(pairs):
+            if index not in skipped:
+                yield pair
 
 
 def _pairs(load: Load, plan: Plan, claim: Claim) -> Generator[tuple[int, Any]]:

@@ -19,7 +19,7 @@ import socket
 import threading
 import warnings
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
@@ -35,11 +35,12 @@ from shardqueue.errors import (
     ShardQueueError,
     ShardQueueWarning,
 )
+from shardqueue.gathering import Gathering
 from shardqueue.learner import LOG_EVERY
 from shardqueue.peers import Peer, Peers
 from shardqueue.progress import Agreed, RankState
 from shardqueue.records import Manifest, RunKeys
-from shardqueue.run import Joined, check_manifest
+from shardqueue.run import Joined, check_manifest, check_state
 from shardqueue.supply import Supply
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from shardqueue.peers import Gone
     from shardqueue.plan import Plan
     from shardqueue.session import Session
+    from shardqueue.state import State
 
 T = TypeVar("T")
 
@@ -90,6 +92,7 @@ class Lockstep:
         self.agreed: Agreed | None = None
         self.repeating, self.repeated = False, 0
         self._peers: Peers | None = None
+        self._gathering: Gathering | None = None
         self._learners: list[str] = [session.learner_id]
         self._supplies: dict[str, Supply] = {}
         self._told_sizes = False
@@ -138,7 +141,9 @@ class Lockstep:
             Peer(rank, said["learner"], said["instance"], said["host"]) for rank, said in enumerate(told)
         ]
         others = [peer for peer in peers if peer.rank != self.ranks.rank]
-        self._peers = Peers(others, session.mailbox, joined.keys, session.clock) if others else None
+        if others:
+            self._peers = Peers(others, session.mailbox, joined.keys, session.clock)
+            self._gathering = Gathering(others, session.mailbox, joined.keys, session.clock)
 
     def _tell(self, joined: Joined | None, error: ShardQueueError | None) -> list[dict[str, Any]]:
         session = self.session
@@ -173,6 +178,20 @@ class Lockstep:
     def _agree(self, settings: Mapping[str, object]) -> None:
         """Raise, on every rank, unless all have the same settings."""
         check_alike(self.ranks.gather(settings))
+
+    def complete(self, state: State, cut: tuple[str, int], plan: Plan) -> None:
+        """Add to a state what the others trained up to step `cut[1]` of pass `cut[0]`; warn of what is not known."""
+        if self._gathering is None or self.session.joined is None:
+            return
+        self._gathering.complete(state, cut, plan, self.session.joined.start)
+        for learner, batches in state.missing.items():
+            most = "its last batches" if batches is None else f"its last {batches} batches, at most"
+            warnings.warn(
+                f"the state lacks {most}, of learner {learner!r}, whose log does not come as far as step {cut[1]} of "
+                f"pass {cut[0] or '0'}: they are stored as not trained, and are trained again by who loads the state",
+                ShardQueueWarning,
+                stacklevel=3,
+            )
 
     def _name(self, error: BaseException | None) -> BaseException | None:
         """The error that names who is gone; without an `error` of the group, only if somebody is."""
@@ -226,7 +245,8 @@ class Lockstep:
             loader: the `DataLoader` over it.
             uneven: "repeat" or "drop", what to do about N mod W.
             limit: steps, at most.
-            done: steps of the pass that were done in another run; as many fewer are left.
+            done: steps of the pass that were done in another run. As many fewer are left, unless the run began from
+                a state that says what is left; then they only count for `limit`, and for the numbers of the steps.
             run: name of a run to be opened, where none is yet.
             settings: what else all ranks must have alike; JSON.
 
@@ -235,18 +255,30 @@ class Lockstep:
             AgreementError: the ranks do not agree, or one is gone.
             ClosedError: another loop over the same stage has begun.
         """
-        total, steps = shares(dataset, self.ranks.size, uneven, limit)
+        size = self.ranks.size
+        total, steps = shares(dataset, size, uneven, limit)
         own = {"uneven": uneven, "limit": limit, "done": done, "total": total, "steps": steps}
         pass_ = self._begin(dataset, {**(settings or {}), **own}, run)
-        left = max(0, total - done * self.ranks.size)
-        share = Allowance(left).part(self.ranks.rank, self.ranks.size)
+        before = dataset.trained_before(self.session, dataset.next_pass)
+        if before:
+            rest = None if limit is None else max(0, limit - done)
+            left, steps = shares(dataset, size, uneven, rest, before)
+            course = Course(size, before, left, range(done, done + steps))
+        else:
+            left = max(0, total - done * size)
+            course = Course(size, done * size, left, range(done, steps))
+        if not course.steps:
+            logger.info("pass %s: nothing is left of it", pass_ or "0")
+            dataset.pass_over()
+            return
+        share = Allowance(left).part(self.ranks.rank, size)
         self.session.allow(pass_, share)
         supply = self._supplies[dataset.stage] = Supply(self.session, dataset, loader, pass_, share.batches)
         with dataset.together():
-            yield from self._steps(supply, dataset, total, range(done, steps))
+            yield from self._steps(supply, dataset, course)
 
-    def _steps(self, supply: Supply, dataset: SharedQueueDataset, total: int, steps: range) -> Iterator[Any]:
-        size, last = self.ranks.size, None
+    def _steps(self, supply: Supply, dataset: SharedQueueDataset, course: Course) -> Iterator[Any]:
+        size, steps, last = self.ranks.size, course.steps, None
         if not dataset.stage:
             self._sizes.clear()
         asked = steps.start
@@ -254,12 +286,14 @@ class Lockstep:
             agreement = self.ranks.begin(self._row(supply))
             for step in steps:
                 supply.at_end = step == steps.stop - 1
-                needed = min(size, total - step * size)
+                needed = min(size, course.total - course.before(step))
+                if not dataset.stage:
+                    self.session.at(supply.pass_, step)
                 if step == asked:
                     item, rows = self._next(supply, agreement, needed)
                     asked = step + _certain(rows, steps.stop - 1 - step)
                     states = self._states(rows)
-                    self._look_at(dataset, supply, total, rows)
+                    self._look_at(dataset, supply, course.total, rows)
                 else:
                     item = supply.fetch_promised()
                 self.repeating = item is None
@@ -269,7 +303,8 @@ class Lockstep:
                 if not dataset.stage:
                     self._sizes[batch_samples(item)] += not self.repeating
                     self.repeated += size - needed
-                    self.agreed = self._as_agreed(dataset, supply.number, step, steps.stop, states)
+                    self.agreed = self._as_agreed(dataset, supply.number, step, course, states)
+                    self.session.gave(supply.pass_, step, supply.at_end)
                 if supply.at_end:
                     self._tell_repeats(supply, size - needed)
                 elif step + 1 == asked:
@@ -353,9 +388,14 @@ class Lockstep:
         if older is not None:
             self.session.count_remainder()
             older.dismiss()
+        start = self.session.start
+        if start is not None:
+            check_state(start, dataset.plan, dataset.stage)
+            dataset.start_from(self.session)
         number = dataset.next_pass
         signature = json.loads(json.dumps(dataset.plan.signature()))
-        self._agree({**settings, "pass": dataset.pass_name(number), "plan": signature})
+        state = None if start is None else start.describe()
+        self._agree({**settings, "pass": dataset.pass_name(number), "plan": signature, "state": state})
         if self.session.joined is None:
             self.open(dataset.plan, dataset.stage, run)
         return dataset.pass_name(number)
@@ -388,16 +428,16 @@ class Lockstep:
         dataset: SharedQueueDataset,
         number: int,
         step: int,
-        steps: int,
+        course: Course,
         states: tuple[RankState, ...],
     ) -> Agreed:
-        before, per_pass, total = step * self.ranks.size, dataset.steps, dataset.batches or 1
+        before, per_pass, total = course.before(step), dataset.steps, dataset.batches or 1
         return Agreed(
             epoch=number,
             step=step,
-            steps=steps,
+            steps=course.steps.stop,
             batches=before,
-            total=min(total, steps * self.ranks.size),
+            total=min(course.total, course.before(course.steps.stop)),
             progress=number * per_pass + before * per_pass // total,
             repeated=self.repeated,
             units=len(dataset.plan),
@@ -406,12 +446,14 @@ class Lockstep:
 
     def _check_units(self, dataset: SharedQueueDataset, supply: Supply, total: int, rows: list[Row]) -> None:
         """Where only the caller says how many batches there are: whether some may have been left out."""
-        left = len(dataset.plan) - int(sum(row.units for row in rows))
+        assert self.session.joined is not None
+        units = len(self.session.joined.left(dataset.plan, supply.pass_))
+        left = units - int(sum(row.units for row in rows))
         if supply.at_end and dataset.plan.total is None and total == dataset.batches and left > 0:
             logger.warning(
                 "%d of %d units were not claimed in pass %s: batches=%d was reached before; if they have batches, "
                 "these are not trained",
-                *(left, len(dataset.plan), supply.pass_ or "0", total),
+                *(left, units, supply.pass_ or "0", total),
             )
 
     def _compare_sizes(self, rows: list[Row]) -> None:
@@ -485,6 +527,32 @@ class Lockstep:
                 supply.close()
 
 
+@dataclass(frozen=True, slots=True)
+class Course:
+    """What ranks have before them in a pass.
+
+    Attributes:
+        ranks: how many they are.
+        begun: batches of the pass that were trained before.
+        left: batches to come.
+        steps: their numbers.
+    """
+
+    ranks: int
+    begun: int
+    left: int
+    steps: range
+
+    @property
+    def total(self) -> int:
+        """Batches of the pass."""
+        return self.begun + self.left
+
+    def before(self, step: int) -> int:
+        """Batches before a step."""
+        return self.begun + (step - self.steps.start) * self.ranks
+
+
 def _certain(rows: list[Row], most: int) -> int:
     """For how many steps from this one every rank is certain of a batch: so long nobody need ask. At least 1."""
     return max(1, min(most, HORIZON, int(min(row.has for row in rows))))
@@ -501,8 +569,10 @@ def check_uneven(uneven: str) -> str:
     return uneven
 
 
-def shares(dataset: SharedQueueDataset, ranks: int, uneven: str, limit: int | None = None) -> tuple[int, int]:
-    """(batches, steps) of a pass that ranks go through together.
+def shares(
+    dataset: SharedQueueDataset, ranks: int, uneven: str, limit: int | None = None, before: int = 0
+) -> tuple[int, int]:
+    """(batches, steps) that are left of a pass, of which `before` batches were trained, for ranks to go through.
 
     Raises:
         InvalidInputError: the number of batches is not known, or there is none for every rank.
@@ -516,8 +586,9 @@ def shares(dataset: SharedQueueDataset, ranks: int, uneven: str, limit: int | No
             "the number of batches of all units, where ranks step together and the units do not say",
             "pass batches=",
         )
+    batches -= before
     steps = batches // ranks if uneven == "drop" else -(-batches // ranks)
-    if not steps:
+    if not steps and not before:
         remedy = 'make batches smaller, or pass uneven="repeat"'
         raise InvalidInputError(
             "batches", batches, f'at least {ranks}, one a rank, with uneven="drop"', remedy

@@ -1,13 +1,15 @@
 """The thread that writes a process's log to the mailbox: at once, soon again, every few seconds, and a last time.
 
 The log is for others. Losing a write loses nothing, since the next one holds the same and more. Only the last one,
-which says how the learner left, is worth waiting for, and that not for long.
+which says how the learner left, is worth waiting for, and one that a state is made from; and that not for long.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Protocol
 
 from shardqueue.errors import MailboxUnavailableError
@@ -56,9 +58,8 @@ class LogWriter:
         self._author, self._mailbox, self._keys = author, mailbox, keys
         self._every, self._clock = every, clock
         self.landed = clock.monotonic()
-        self._stirred = threading.Event()
-        self._leaving = False
-        self._leave_by = 0.0
+        self._requests: SimpleQueue[threading.Event] = SimpleQueue()
+        self._leave_by: float | None = None
         self._thread = threading.Thread(target=self._work, name="shardqueue-log", daemon=True)
         self._told = False
         self._lock = threading.Lock()
@@ -76,12 +77,18 @@ class LogWriter:
 
     def wake(self) -> None:
         """Write now: somebody waits for it."""
-        self._stirred.set()
+        self._requests.put(threading.Event())
+
+    def write_now(self, within: float) -> bool:
+        """Write at once; return whether that was tried `within` so many seconds. A signal handler may call it."""
+        tried = threading.Event()
+        self._requests.put(tried)
+        return tried.wait(within)
 
     def finish(self, by: float) -> None:
         """Write a last time, trying until the clock says `by`, and end."""
-        self._leave_by, self._leaving = by, True
-        self._stirred.set()
+        self._leave_by = by
+        self._requests.put(threading.Event())
         self._thread.join()
 
     def _work(self) -> None:
@@ -91,13 +98,23 @@ class LogWriter:
         for logged in waiting:
             logged()
         for pause in log_pauses(self._every):
-            self._stirred.wait(pause)
-            self._stirred.clear()
-            if self._leaving:
+            asked = self._wait(pause)
+            if self._leave_by is not None:
                 break
             self._write()
-        while not self._write() and self._clock.monotonic() < self._leave_by:
+            for tried in asked:
+                tried.set()
+        while not self._write() and self._clock.monotonic() < (self._leave_by or 0.0):
             threading.Event().wait(0.5)
+
+    def _wait(self, seconds: float) -> list[threading.Event]:
+        """Until somebody asks for a write, or it is time for one; return whom to tell."""
+        asked: list[threading.Event] = []
+        with suppress(Empty):
+            asked.append(self._requests.get(timeout=seconds))
+            while True:
+                asked.append(self._requests.get_nowait())
+        return asked
 
     def _write(self) -> bool:
         now = self._clock.monotonic()

@@ -22,10 +22,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from shardqueue.errors import InvalidInputError
 from shardqueue.units import LazyUnits, Unit, UnitFiles, rebuild
+
+if TYPE_CHECKING:
+    from shardqueue.intervals import Intervals
 
 REMEMBERED = 2**17
 """Identifiers whose positions a plan remembers at most: a folder's scan shows the same ones each time."""
@@ -89,6 +92,25 @@ def _checked(units: Mapping[Any, object]) -> list[str]:
                 bound = f"no folder of another (it is one of {name!r})"
                 raise InvalidInputError("identifier", folder, bound, "rename one of the two")
     return names
+
+
+class _Lookup(Protocol):
+    """What a plan looks up by position, where it is not lazy."""
+
+    @property
+    def natural(self) -> bool: ...
+    @property
+    def steps(self) -> float: ...
+    @property
+    def total(self) -> int | None: ...
+    def order(self, place: int) -> int: ...
+    def identifier(self, position: int) -> str: ...
+    def position(self, identifier: object) -> int: ...
+    def value(self, position: int) -> object: ...
+    def batches(self, position: int) -> int | None: ...
+    def weight(self, position: int) -> float: ...
+    def span(self, place: int) -> float: ...
+    def __len__(self) -> int: ...
 
 
 class _ListedUnits:
@@ -187,7 +209,7 @@ class Plan:
     def __init__(self, units: Mapping[str, object], agreed: Mapping[str, Any] | None = None) -> None:
         self._agreed = dict(agreed or {})
         self._units = _mapping(units)
-        self._index = units if isinstance(units, LazyUnits) else _ListedUnits(units)
+        self._index: LazyUnits | _Lookup = units if isinstance(units, LazyUnits) else _ListedUnits(units)
         self._fingerprint: str | None = None
         self._found: dict[str, int] = {}
 
@@ -195,6 +217,15 @@ class Plan:
     def units(self) -> Mapping[str, object]:
         """The mapping that was given."""
         return self._units
+
+    @property
+    def origin(self) -> Plan:
+        """The plan of which this is what is left (see `remaining`); itself where nothing is trained."""
+        return self
+
+    def skipped(self, position: int) -> Intervals | None:  # noqa: ARG002
+        """The batches of the unit that are trained already, and do not count; None if there are none."""
+        return None
 
     @property
     def natural(self) -> bool:

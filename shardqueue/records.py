@@ -141,6 +141,17 @@ class PassKeys:
         return None if not identifier or number is None else (identifier, number)
 
 
+def pass_name(number: int, stage: str = "") -> str:
+    """Return the name of a pass, which is its folder in the mailbox; the first one of training has none."""
+    return f"{stage}{number}" if stage else f"e{number}" if number else ""
+
+
+def pass_number(name: str) -> int | None:
+    """Return the number of a training pass; None for one of another stage."""
+    number = _number(name[1:]) if name.startswith("e") else None
+    return number if name else 0
+
+
 def _behind(prefix: str, key: str) -> str:
     """What follows `prefix`; nothing when the key does not start with it."""
     return key[len(prefix) :] if key.startswith(prefix) else ""

@@ -5,6 +5,9 @@ An independent learner joins the newest run if somebody in it is alive or nothin
 (somebody left because nothing was left to claim) is an error that names the remedies; one that broke off (nobody
 did, and nobody is alive) is followed by the next, and that is said. A named run is always joined.
 
+A learner that loaded a state joins the newest run if that began from the same one, or it was taken there and somebody
+is alive; otherwise it opens the next, which begins from it. The manifest carries the state, so who joins needs none.
+
 `decide` is the policy, `Opening` asks the mailbox what the policy needs to know, without I/O of its own. A claim
 is never asked for before the run is agreed on, so a mistaken start leaves nothing in somebody else's run.
 """
@@ -14,14 +17,16 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from shardqueue.asks import PATIENCE, Asks
-from shardqueue.errors import PlanMismatchError, RunError, RunFinishedError
+from shardqueue.errors import PlanMismatchError, RunError, RunFinishedError, StateMismatchError
 from shardqueue.learner import SILENCE, Life, judge
 from shardqueue.mailbox.calls import Get, List, PutIfAbsent
 from shardqueue.records import PROTOCOL, RUNS, Manifest, RunKeys
+from shardqueue.remaining import remaining
+from shardqueue.state import State
 from shardqueue.watching import Silence, Watched
 
 if TYPE_CHECKING:
@@ -47,24 +52,35 @@ class Next(Enum):
     WAIT = "wait"
     OPEN_NEXT = "open the next"
     FINISHED = "finished"
+    REFUSE = "refuse"
 
 
-def decide(lives: list[Life], anything_claimed: bool, somebody_ended: bool) -> Next:
-    """Say what an independent learner without a state does about the newest run.
+def decide(
+    lives: list[Life],
+    anything_claimed: bool,
+    somebody_ended: bool,
+    loaded: bool = False,
+    belongs: bool = True,
+) -> Next:
+    """Say what an independent learner does about the newest run.
 
     Args:
         lives: one for each process of the run's learners that keeps a log.
         anything_claimed: whether any unit of it is claimed.
         somebody_ended: whether a learner left because nothing was left to claim.
+        loaded: whether the learner has loaded a state.
+        belongs: whether that state belongs to the run: it was taken in it, or the run began from it.
     """
-    if Life.ALIVE in lives or not anything_claimed:
+    if Life.ALIVE in lives:
+        return Next.JOIN if belongs else Next.REFUSE
+    if belongs and not anything_claimed:
         return Next.JOIN
     if Life.UNSURE in lives:
         return Next.WAIT
-    return Next.FINISHED if somebody_ended else Next.OPEN_NEXT
+    return Next.FINISHED if somebody_ended and not loaded else Next.OPEN_NEXT
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Joined:
     """A run that is agreed on.
 
@@ -85,6 +101,15 @@ class Joined:
     twin: bool = False
     notices: tuple[str, ...] = ()
     together: bool = False
+
+    @cached_property
+    def start(self) -> State | None:
+        """The state that the run began from."""
+        return None if self.manifest.state is None else State.of(self.manifest.state)
+
+    def left(self, plan: Plan, pass_: str) -> Plan:
+        """What the run has to do of a pass."""
+        return plan if self.start is None else remaining(plan, self.start.passes.get(pass_))
 
 
 @dataclass(slots=True)
@@ -127,6 +152,7 @@ class Opening:
         pass_: the pass that is joined.
         fresh: open the next run in any case, as a job does whose ranks step together.
         stage: the plan's name in the manifest, TRAIN if it has none.
+        state: what was loaded to go on from, as is `manifest.state`.
     """
 
     def __init__(
@@ -142,12 +168,13 @@ class Opening:
         pass_: str = "",
         fresh: bool = False,
         stage: str = "",
+        state: State | None = None,
     ) -> None:
         self.asks = Asks(random, patience)
         self.joined: Joined | None = None
         self._plan, self._manifest, self._owner, self._wanted = plan, manifest, owner, wanted
         self._seen, self._pass = seen, pass_
-        self._fresh, self._stage = fresh, stage
+        self._fresh, self._stage, self._state = fresh, stage, state
         self._notices: list[str] = []
         self._look: _Look | None = None
         self._first = RunKeys(wanted or "1")
@@ -166,6 +193,8 @@ class Opening:
 
     def _start(self) -> None:
         """Everything that a fresh prefix and a running one need, at once."""
+        if self._state is not None:
+            check_state(self._state, self._plan, self._stage)
         look = self._look_at(self._first)
         self._ask(look, PutIfAbsent(look.keys.manifest, self._manifest.encode()), self._created)
         self._ask(look, Get(look.keys.manifest), self._read_manifest)
@@ -254,8 +283,8 @@ class Opening:
         if not lives and look.units_claimed and look.silence.seconds < SILENCE:
             lives = [Life.UNSURE]  # a first claim may land before its owner's log does
         ended = any(w.page is not None and w.page.left == "end" for w in look.processes.values())
-        step = decide(lives, look.anything_claimed, ended)
-        if step is Next.JOIN:
+        step = decide(lives, look.anything_claimed, ended, self._state is not None, self._belongs(look))
+        if step in (Next.JOIN, Next.REFUSE):
             self._join(look)
         elif step is Next.WAIT:
             look.unanswered += 1
@@ -266,11 +295,17 @@ class Opening:
             check_manifest(look.keys, look.manifest, self._plan, self._stage)
             self.asks.fail(self._finished(look))
         else:
-            self._notices.append(
-                f"run {look.keys.run} broke off: {len(look.learners)} learner(s), none alive and none at the end; "
-                f"opening run {int(look.keys.run) + 1}, which hands out the whole plan again"
-            )
+            self._notices.append(self._say_next(look))
             self._open_next(look)
+
+    def _say_next(self, look: _Look) -> str:
+        following = f"opening run {int(look.keys.run) + 1}"
+        if self._state is not None:
+            return f"run {look.keys.run} is over; {following}, which goes on from {self._state.describe()}"
+        return (
+            f"run {look.keys.run} broke off: {len(look.learners)} learner(s), none alive and none at the end; "
+            f"{following}, which hands out the whole plan again"
+        )
 
     def _open_next(self, look: _Look) -> None:
         following = RunKeys(str(int(look.keys.run) + 1))
@@ -281,6 +316,8 @@ class Opening:
         assert look.manifest is not None
         check_manifest(look.keys, look.manifest, self._plan, self._stage)
         check_recovery(look.keys, look.manifest, self._manifest.reclaim_after)
+        if not self._belongs(look):
+            raise self._mismatch(look)
         namesakes = (w.page for (name, *_), w in look.processes.items() if name == self._owner.learner)
         pages = [page for page in namesakes if page is not None]
         twin = any(judge(page, self._seen(page.where), False, 0.0) is Life.ALIVE for page in pages)
@@ -289,16 +326,42 @@ class Opening:
         peers = look.learners
         self.joined = Joined(look.keys, look.manifest, peers, late, twin, tuple(self._notices))
 
+    def _belongs(self, look: _Look) -> bool:
+        """Whether the state that was loaded, if one was, was taken in this run, or the run began from it."""
+        if self._state is None or look.manifest is None or look.manifest is self._manifest:
+            return True
+        if look.manifest.run_id == self._state.run_id:
+            return True
+        start = look.manifest.state
+        return start is not None and State.of(start).identity == self._state.identity
+
+    def _mismatch(self, look: _Look) -> StateMismatchError:
+        assert self._state is not None
+        assert look.manifest is not None
+        start = look.manifest.state
+        began = "from nothing" if start is None else f"from {State.of(start).describe()}"
+        return StateMismatchError(
+            f"the loaded {self._state.describe()}, belongs to another run than run {look.keys.run} "
+            f"({look.manifest.run_id}), which began {began}; load the state that run began from or one taken in it, "
+            "or end that run first, or use another prefix or run="
+        )
+
     def _finished(self, look: _Look) -> RunFinishedError:
         run = look.keys.run
         return RunFinishedError(
             f"run {run} under this prefix is finished: all {len(self._plan)} units were handed out. "
-            f'To train again, use another prefix, or name a run: pass run="again-{int(run) + 1}"'
+            f'To train again, use another prefix, or name a run: pass run="again-{int(run) + 1}"; to go on from a '
+            "checkpoint, load its state (Session.load_state_dict)"
         )
 
 
 def new_manifest(
-    plan: Plan, opened_by: str, wall: float, stage: str = "", reclaim_after: float | None = None
+    plan: Plan,
+    opened_by: str,
+    wall: float,
+    stage: str = "",
+    state: State | None = None,
+    reclaim_after: float | None = None,
 ) -> Manifest:
     """What to create where a run must be opened; its id is drawn anew at each call."""
     return Manifest(
@@ -307,8 +370,22 @@ def new_manifest(
         plans={stage or TRAIN: plan.signature()},
         opened_by=opened_by,
         wall=wall,
+        state=None if state is None else state.as_dict(),
         reclaim_after=reclaim_after,
     )
+
+
+def check_state(state: State, plan: Plan, stage: str = "") -> None:
+    """Raise unless a state is of this plan; that of evaluation is another.
+
+    Raises:
+        PlanMismatchError: it is of another one.
+    """
+    if not stage and (state.plan is None or not plan.matches(state.plan)):
+        raise PlanMismatchError(
+            f"the loaded {state.describe()}, is of another plan: {describe_signature(state.plan)}; this learner has "
+            f"{describe_signature(plan.signature())}. Train the plan that the checkpoint was made with, or load none"
+        )
 
 
 def check_manifest(keys: RunKeys, manifest: Manifest, plan: Plan, stage: str = "") -> None:

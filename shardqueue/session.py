@@ -14,8 +14,9 @@ import threading
 import warnings
 from collections import Counter, deque
 from random import Random
-from typing import TYPE_CHECKING, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
+from shardqueue.account import Account
 from shardqueue.allowance import UNLIMITED
 from shardqueue.claims import Owner
 from shardqueue.clock import SystemClock
@@ -34,8 +35,11 @@ from shardqueue.mailbox import open_mailbox
 from shardqueue.opening import open_run
 from shardqueue.pace import Pace
 from shardqueue.preemption import PreemptionNotice
+from shardqueue.records import pass_number
 from shardqueue.run import Opening, check_joined, new_manifest
+from shardqueue.state import State
 from shardqueue.throughput import Rates, Rolling
+from shardqueue.trained import Trained
 from shardqueue.units import check_count
 
 if TYPE_CHECKING:
@@ -47,7 +51,7 @@ if TYPE_CHECKING:
     from shardqueue.mailbox import Mailbox
     from shardqueue.plan import Plan
     from shardqueue.progress import Agreed
-    from shardqueue.records import Left, LogPage
+    from shardqueue.records import Left, LogPage, TrainedSpan
     from shardqueue.run import Joined
     from shardqueue.source import Attempt, Source, Together
     from shardqueue.tracking import Trackable
@@ -62,6 +66,8 @@ STEPLESS = 256
 LONGEST_LOG_EVERY = 86400.0
 FIRST_LOG = 2.0
 """Seconds for which the first claim waits until the log says that we are here."""
+FLUSH = 2.0
+"""Seconds for which taking a state waits until the log says what is in it."""
 FAREWELL = 10.0
 """Seconds for which leaving tries to say so in the mailbox."""
 
@@ -111,6 +117,13 @@ class Session:
         self.patrol: float | None = None
         self.lock = threading.RLock()
         self.joined: Joined | None = None
+        self.start: State | None = None
+        self._plan: Plan | None = None
+        self._account: Account | None = None
+        self._over: set[str] = set()
+        self._global_step: int | None = None
+        self._tick = self._gave = ("", -1)
+        self._last_step = False
         self._book = Book(self.learner_id, self.instance, "main", this_process(), every=log_every)
         self._rolling = Rolling()
         self._untold: deque[Step] = deque()
@@ -128,7 +141,7 @@ class Session:
         self._notice = PreemptionNotice()
         self._pace = Pace()
         self._last: dict[tuple[str, str, int], int] = {}
-        self._book.rests = _own
+        self._book.rests, self._book.keep = _own, self._keep
         self._told_begun_before = False
         self._allowances: dict[str, Allowance] = {}
         self._units: Counter[str] = Counter()
@@ -158,10 +171,55 @@ class Session:
         with self.lock:
             first = not self._stepped
             self._stepped, self._implicit = True, False
+            self._global_step = global_step
             trained = self._train(samples, global_step)
         self._tell()
         if first and not (trained or self._book.batches or self.lockstep):
             self._warn_untracked()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is trained so far, to be saved with the model, and loaded again by `load_state_dict`.
+
+        Small, plain JSON, whatever the number of processes and units. Of an independent learner it is what this one
+        trained, beside what its run began from. Where ranks step together it is what all of them trained up to the
+        step that this one trained last; for that it waits up to 10 s for the others' logs, so let all ranks call it.
+        What cannot be known, because a rank was killed, is warned about and stored as not trained.
+
+        May be called at any time, also in a signal handler. Before the run is joined it is what was loaded.
+        """
+        self.flush_log()
+        with self.lock:
+            state, cut, plan = self._state(), self._book.reached, self._plan
+        if self.lockstep is not None and cut is not None and plan is not None:
+            self.lockstep.complete(state, cut, plan)
+        return state.as_dict()
+
+    def load_state_dict(self, *states: dict[str, Any]) -> None:
+        """Go on from what was trained when these states were taken: only what is left is handed out.
+
+        Independent learners load the states that all of them saved; ranks that step together load the same one.
+
+        Args:
+            states: what `state_dict` gave, in one run.
+
+        Raises:
+            InvalidInputError: one is something else.
+            PlanMismatchError, StateMismatchError: they are of different plans or runs. When the run is joined, also:
+                the plan is another, or somebody is alive in a run that has nothing to do with them.
+            ClosedError: a run is joined already, or a queue has begun to.
+        """
+        if self.joined is not None or self._sources:
+            raise ClosedError(
+                "a state is loaded before the first batch is asked for, and before a queue is entered; make a new "
+                "Session, load the state, and then iterate"
+            )
+        union = State.union([State.of(state) for state in states])
+        self.start = None if union.empty else union
+
+    def flush_log(self) -> None:
+        """Write the log at once, as far as the mailbox answers within 2 s, for another rank that takes a state."""
+        if self._writer is not None:
+            self._writer.write_now(FLUSH)
 
     def track(
         self, loader: Iterable[T], group: object = None, uneven: Literal["repeat", "drop"] = "repeat"
@@ -440,7 +498,7 @@ class Session:
         """
         machine = Opening(
             plan,
-            new_manifest(plan, self.learner_id, self.clock.wall(), stage, reclaim_after),
+            new_manifest(plan, self.learner_id, self.clock.wall(), stage, self.start, reclaim_after),
             Owner(self.learner_id, self.instance),
             run,
             seen=seen_here,
@@ -448,6 +506,7 @@ class Session:
             pass_=pass_,
             fresh=fresh,
             stage=stage,
+            state=self.start,
         )
         return open_run(machine, self.mailbox, self.clock)
 
@@ -487,6 +546,8 @@ class Session:
                 'prefix, or run="a-name"'
             )
         self._sources[key] = source
+        if pass_number(key.partition("~")[0]) is not None:
+            self._plan = source.plan
 
     def dismiss(self, source: Source, key: str, ended: bool) -> None:
         """A source is over; `ended` because nothing was left to claim."""
@@ -610,13 +671,23 @@ class Session:
         """What is done of this pass need not be known later: coming back is enough, and the log is silent on it."""
         self._unbooked.add(pass_)
 
+    def at(self, pass_: str, step: int) -> None:
+        """The next batches are handed out for this step of a pass of ranks that step together."""
+        self._tick = pass_, step
+
+    def gave(self, pass_: str, step: int, last: bool) -> None:
+        """The loop gets all of this step now, which is the pass's last one or not."""
+        self._gave, self._last_step = (pass_, step), last
+
     def handed(self, step: Step, waited: float) -> None:
         """A batch reached the loop, which had waited for it."""
         if step.pass_ in self._unbooked:
             self._passing.append(step)
             return
         with self.lock:
-            self._book.hand(step, waited, self.clock.wall())
+            pass_, tick = self._tick
+            known = tick >= 0 and step.pass_ == pass_
+            self._book.hand(step, waited, self.clock.wall(), tick if known else None)
 
     def came_back(self) -> None:
         """The loop asks for the next batch."""
@@ -697,9 +768,50 @@ class Session:
         A feed holds its own lock while it reports to the session, so the session never calls one under its lock.
         """
         steps = self._book.train(samples, self.clock.wall(), global_step)
+        if self._gave[1] >= 0:
+            self._book.reached = self._gave
+            if self._last_step:
+                self._over.add(self._gave[0])
         self._untold += steps
         self._rolling.add(self.clock.monotonic(), len(steps), samples)
         return steps
+
+    def _keep(self, span: TrainedSpan) -> None:
+        """A span of our log is complete."""
+        if self._plan is not None and self.joined is not None:
+            self._account = self._account or Account(self._plan, self.joined.start)
+            self._account.add(span)
+
+    def _state(self) -> State:
+        """What the run began from, what this learner loaded beside it, and what it trained."""
+        joined, plan = self.joined, self._plan
+        if joined is None or plan is None:
+            return self.start or (None if joined is None else joined.start) or State()
+        own = Account(plan, joined.start)
+        if self._account is not None:
+            own.passes = {name: trained.copy() for name, trained in self._account.passes.items()}
+        for span in self._book.growing:
+            own.add(span)
+        before = State.union([state for state in (joined.start,) if state is not None])
+        passes = before.passes
+        if self.start is not None and self.start.run_id == joined.manifest.run_id:
+            before = self.start
+            for name, trained in before.passes.items():
+                passes.setdefault(name, Trained()).update(trained)
+        for trained in passes.values():
+            trained.before = trained.batches
+        own.onto(passes)
+        for name in self._over:
+            passes.setdefault(name, Trained()).over = True
+        return State(
+            plan=plan.signature(),
+            run=joined.keys.run,
+            run_id=joined.manifest.run_id,
+            passes=passes,
+            global_step=before.global_step if self._global_step is None else self._global_step,
+            samples=before.samples + self._book.samples,
+            writers=[(self.learner_id, self.instance)],
+        )
 
     def _tell(self) -> None:
         while self._untold:  # what a signal interrupts here is told when the feed is left

@@ -5,16 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from shardqueue.plan import Plan
     from shardqueue.progress import Agreed
+    from shardqueue.state import State
     from shardqueue.units import Step
 
 
 class Source(Protocol):
     """Where the batches of one pass come from, as the session sees it: a feed, or loader workers with feeds.
 
-    `tracked`: what reaches the loop is reported by `Session.track`. `manned`: somebody claims for it.
+    `plan`: the units, also those trained before the run. `tracked`: what reaches the loop is reported by
+    `Session.track`. `manned`: somebody claims for it.
     """
 
+    plan: Plan
     tracked: bool
 
     @property
@@ -73,6 +77,10 @@ class Together(Protocol):
     @property
     def agreed(self) -> Agreed | None:
         """What is agreed on for the step whose batch was handed out last."""
+        ...
+
+    def complete(self, state: State, cut: tuple[str, int], plan: Plan) -> None:
+        """Add to a state what the others trained up to step `cut[1]` of pass `cut[0]`."""
         ...
 
     def leave(self, error: BaseException | None) -> None:

@@ -16,12 +16,13 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from shardqueue.allowance import UNLIMITED
-from shardqueue.block import Doing, Message, Told, pass_name, pass_of
+from shardqueue.block import Doing, Message, Told, pass_of
 from shardqueue.claims import State
 from shardqueue.clock import SystemClock
 from shardqueue.errors import ClosedError, PassFinishedError, RunError
 from shardqueue.learner import LOG_EVERY, Book, training_process
 from shardqueue.logwriter import LogWriter
+from shardqueue.records import pass_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from shardqueue.records import LogPage
     from shardqueue.run import Joined
     from shardqueue.source import Source
+    from shardqueue.state import State as RunState
     from shardqueue.units import Step
 
 logger = logging.getLogger("shardqueue")
@@ -92,6 +94,7 @@ class LoaderWorker:
         self.mailbox, self.learner_id, self.instance = mailbox, learner_id, block.instance
         self.clock: Clock = SystemClock()
         self.joined: Joined | None = None
+        self.start: RunState | None = None
         self.farewell: float = FAREWELL
         self._block, self._pipe, self._number, self._count = block, pipe, number, count
         self._stage, self._reclaim_after = stage, reclaim_after

@@ -7,6 +7,10 @@ strategy has collectives in forward, the ranks take as many steps and the surplu
 A run opens at the first batch that is asked for, when Lightning has restored its state and all ranks are there. The
 loops that are only tried out (`fast_dev_run`, the sanity check, `overfit_batches`) have a run of their own, which is
 deleted after them, and so are the claims of past validations.
+
+What is trained is part of each checkpoint. A rank that saves asks nobody for it: it is what this rank was given and
+trained, and what the others have logged. Where a Trainer goes on from a checkpoint, the run that opens hands out what
+is left (see `restart` for the Trainer's part in it).
 """
 
 from __future__ import annotations
@@ -31,17 +35,21 @@ from shardqueue.lightning.evaluation import (
     discarded_step,
     quiet_buffers,
 )
+from shardqueue.lightning.restart import Restart
 from shardqueue.lightning.sources import STAGES, Sources, Stage, StageFeed
 from shardqueue.lightning.stay import Stay
 from shardqueue.lockstep import check_alike, shares
+from shardqueue.run import check_state
+from shardqueue.state import State
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from lightning.pytorch import Trainer
 
     from shardqueue.dataset import SharedQueueDataset
+    from shardqueue.lightning.restart import Place
     from shardqueue.mailbox import Mailbox
     from shardqueue.progress import Agreed
     from shardqueue.session import Session
@@ -81,6 +89,9 @@ class SharedQueueDataModule(LightningDataModule):
     Each of `train`, `val`, `test`, `predict` is a map-style dataset, read in batches of `batch_size`, or a plan of
     units, which `load` reads. They may also be set later, in `prepare_data` or `setup` of a subclass.
 
+    Checkpoints hold what is trained: `trainer.fit(model, datamodule=data, ckpt_path="last")` goes on with what is
+    left of the epoch, on any number of ranks and workers.
+
     Args:
         mailbox: a path, a URL, a `Mailbox` or any object with its verbs, the same for all ranks.
         train, val, test, predict: a dataset with a length, or a mapping from identifier to unit.
@@ -106,6 +117,7 @@ class SharedQueueDataModule(LightningDataModule):
         repeating: whether that batch is one this rank had before.
         step: dataset step of the batch that was handed out last.
         steps: dataset steps of the batches of the last evaluation on this rank, in order.
+        place: where the Trainer goes on, in the epoch that a checkpoint was saved in.
 
     Raises:
         InvalidInputError: an argument is out of range, or does not go with another.
@@ -175,6 +187,10 @@ class SharedQueueDataModule(LightningDataModule):
         self.repeating = False
         self.step: Step | None = None
         self.steps: list[Step] = []
+        self.place: Place | None = None
+        self._start: dict[str, Any] = {}
+        self._spent = False
+        self._trained: Session | None = None
         self._stay: Stay | None = None
         self._feeds: dict[Stage, StageFeed] = {}
         self._passes: Counter[Stage] = Counter()
@@ -199,22 +215,59 @@ class SharedQueueDataModule(LightningDataModule):
         """Batches to predict from."""
         return self._loader("predict")
 
-    def setup(self, stage: str) -> None:  # noqa: ARG002
+    def setup(self, stage: str) -> None:
         """Refuse ranks whose Trainers differ, which would leave one waiting for another."""
+        if stage == "fit":
+            self._start, self._spent, self._trained = {} if self._spent else self._start, False, None
+            self._follow_restart()
         if world_size() > 1:
             said: list[Any] = [None] * world_size()
             dist.all_gather_object(said, {**self._alike(), "even_evaluation": self._even_evaluation})
             check_alike(said)
 
-    def teardown(self, stage: str) -> None:  # noqa: ARG002
+    def teardown(self, stage: str) -> None:
         """Leave the run."""
         self._end(None)
+        self._spent |= stage == "fit"
 
     def on_exception(self, exception: BaseException) -> None:
         """Leave the run, and say who is gone if that is why."""
         self._end(exception)
 
+    def state_dict(self) -> dict[str, Any]:
+        """What is trained, for a checkpoint; only that of rank 0 counts, which must hear of no other rank for it.
+
+        Batches whose gradients are still accumulated are not in the model, and count as not trained.
+        """
+        if self._trained is None:
+            return self._start
+        self._settle()
+        if self._trainer.is_global_zero:
+            return self._trained.state_dict()
+        self._trained.flush_log()
+        return {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from what is trained in a checkpoint, once the Trainer fits.
+
+        Raises:
+            InvalidInputError: it is not what `state_dict` gave.
+        """
+        if self.trainer is not None and self.trainer.state.fn != "fit":
+            return
+        State.of(dict(state_dict))
+        self._start, self._spent = dict(state_dict), False
+        self._follow_restart()
+
+    def _follow_restart(self) -> None:
+        """Be told where the Trainer goes on, if it does."""
+        trainer: Any = self.trainer
+        if trainer is not None:
+            others = [callback for callback in trainer.callbacks if not isinstance(callback, Restart)]
+            trainer.callbacks = [Restart(self), *others] if self._start else others
+
     def _end(self, error: BaseException | None) -> None:
+        self.place = None
         self._going.clear()
         self._epochs.clear()
         self._leave(error)
@@ -258,8 +311,9 @@ class SharedQueueDataModule(LightningDataModule):
         average_counts_exactly(self._trainer.strategy)
         if stage == "train":
             shares(self._feed(stage).dataset, self._trainer.world_size, self._sources.uneven)
+            self._check_start(self._feed(stage).dataset)
         self._feed(stage)
-        return StageLoader(self, stage)
+        return TrainLoader(self, stage) if stage == "train" else StageLoader(self, stage)
 
     @property
     def _trainer(self) -> Trainer:
@@ -289,11 +343,23 @@ class SharedQueueDataModule(LightningDataModule):
         if self._stay is None:
             learner = self._feed(stage).dataset.learner_id
             marks = not any(isinstance(one, SharedQueueCallback) for one in trainer.callbacks)
-            self._stay = Stay(self._sources.mailbox, learner, trial, marks)
+            start = self._start if trainer.state.fn == "fit" and not trial else {}
+            self._stay = Stay(self._sources.mailbox, learner, trial, marks, start)
             self.session = self._stay.session
         return self._stay
 
+    def _settle(self) -> None:
+        """The Trainer is done with the batches it has, of training those that an optimizer step has used."""
+        stay, trainer = self._stay, self._trainer
+        if stay is None:
+            return
+        model = trainer.lightning_module
+        steps = trainer.state.fn == "fit" and (model.automatic_optimization or not stay.marks)
+        stay.settle(trainer.global_step if steps else None)
+
     def _leave(self, error: BaseException | None) -> None:
+        if error is None:
+            self._settle()
         stay, self._stay, self.session = self._stay, None, None
         self.agreed = self.step = None
         loaders = [feed.loader for feed in self._feeds.values()]
@@ -347,29 +413,30 @@ class SharedQueueDataModule(LightningDataModule):
         self._epochs.add(epoch)
         stay = self._enter("train")
         dataset = self._feed("train").dataset
-        stay.settle()
+        self._settle()
+        if not stay.trial:
+            self._trained = stay.session
         dataset.set_epoch(epoch)
         loop = stay.lockstep.train(
             dataset,
             self._feed("train").loader,
             uneven=self._sources.uneven,
             limit=self._steps_allowed(),
-            done=0 if again else self._steps_done(),
+            done=self.place.done if self.place else 0 if again else self._steps_done(),
             run=stay.name,
         )
         with closing(loop):
             for step, batch in loop:
                 self.step, self.agreed, self.repeating = step, stay.lockstep.agreed, stay.lockstep.repeating
-                if stay.marks:
-                    stay.pending = 0 if self.repeating else batch_samples(batch)
+                stay.hand(0 if self.repeating or not stay.marks else batch_samples(batch))
                 yield batch
                 stay.calm.close()
-                stay.settle()
+                self._settle()
 
     def _evaluation(self, stage: Stage) -> Iterator[Any]:
         stay, feed = self._enter(stage), self._feed(stage)
         stay.calm.close()
-        stay.settle()
+        self._settle()
         number, trainer = self._passes[stage], self._trainer
         self._passes[stage] += 1
         feed.dataset.set_epoch(number)
@@ -396,14 +463,28 @@ class SharedQueueDataModule(LightningDataModule):
                 self.step = step
                 self.steps.append(step)
                 if stage != "val":
-                    stay.pending = batch_samples(batch)
+                    stay.hand(batch_samples(batch))
                 yield batch
-                stay.settle()
+                self._settle()
 
     def _alike(self) -> dict[str, object]:
         """What all Trainers of a job must have alike, or one would leave the others waiting."""
         trainer = self._trainer
         return {name: str(getattr(trainer, name)) for name in ALIKE}
+
+    def _check_start(self, dataset: SharedQueueDataset) -> None:
+        """Refuse the state of another plan before the first batch is asked for."""
+        if self._start:
+            check_state(State.of(self._start), dataset.plan, dataset.stage)
+
+    def _steps(self, dataset: SharedQueueDataset) -> int:
+        """Steps of an epoch; of one that goes on, those that are done and those that are left."""
+        before, done = 0, 0
+        if self.place is not None:
+            done = self.place.done
+            trained = State.of(self._start).passes.get(dataset.pass_name(self.place.epoch))
+            before = 0 if trained is None else trained.batches
+        return done + shares(dataset, self._trainer.world_size, self._sources.uneven, None, before)[1]
 
     def _steps_done(self) -> int:
         """Steps of the epoch that a checkpoint has behind it, where the Trainer goes on in its middle."""
@@ -446,14 +527,15 @@ class SharedQueueDataModule(LightningDataModule):
         if feed.whole is not None:
             return feed.whole
         if stage == "train":
-            return shares(dataset, ranks, self._sources.uneven)[1]
+            return self._steps(dataset)
         if dataset.batches is None:
             raise TypeError("nobody knows how many batches there are; pass batches= to the data module")
         return -(-dataset.batches // ranks) if self._even(dataset) else dataset.batches
 
     def __getstate__(self) -> dict[str, Any]:
         """For strategies that spawn their ranks: what belongs to this process stays here."""
-        return {**self.__dict__, "_feeds": {}, "_going": {}, "_stay": None, "session": None}
+        gone = {"_stay": None, "session": None, "_trained": None}
+        return {**self.__dict__, "_feeds": {}, "_going": {}, **gone}
 
 
 class StageLoader:
@@ -475,6 +557,17 @@ class StageLoader:
 
     def __iter__(self) -> Iterator[Any]:
         return self._data._train() if self._stage == "train" else self._data._evaluate(self._stage)
+
+
+class TrainLoader(StageLoader):
+    """The loader of training, which can go on: what it needs for it is in the state of its data module."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: the Trainer keeps, and loads, a loader's state too late."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing."""
 
 
 def _refuse_shared_replicas(trainer: Trainer) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardqueue.agreement import Ranks, world
 from shardqueue.lightning.leftovers import Leftovers
@@ -20,16 +20,18 @@ class Stay:
 
     Attributes:
         trial: why the run is deleted afterwards, so that it has a name of its own; "" for one that stays.
-        marks: coming back for the next batch makes the last one trained, for want of a callback that says so.
-        pending: samples of the batch that coming back would make trained.
+        marks: samples are counted here, for want of a callback that does.
         calm: what is switched off in the model until an evaluation is over. That is when training goes on: Lightning
             may fetch a batch ahead, so the last step comes after the loader's end.
     """
 
-    def __init__(self, mailbox: Mailbox, learner_id: str, trial: str, marks: bool) -> None:
+    def __init__(
+        self, mailbox: Mailbox, learner_id: str, trial: str, marks: bool, start: dict[str, Any]
+    ) -> None:
         self.trial, self.marks = trial, marks
         self.name = f"{trial}-{os.urandom(6).hex()}" if trial else None
-        self.pending: int | None = None
+        self._handed, self._samples = False, 0
+        self._optimized: int | None = None
         self.calm = ExitStack()
         self.session = Session(mailbox, learner_id)
         self._ranks = Ranks(world())
@@ -37,13 +39,22 @@ class Stay:
         self._leftovers = Leftovers(mailbox)
         self._validated: list[str] = []
         self.session.leave_it_to_step()
+        if start:
+            self.session.load_state_dict(start)
         self.session.__enter__()
 
-    def settle(self) -> None:
-        """The Trainer asks for another batch: it is done with the last one."""
-        if self.pending is not None:
-            samples, self.pending = self.pending, None
-            self.session.step(samples=samples)
+    def hand(self, samples: int) -> None:
+        """The Trainer is given a batch."""
+        self._handed, self._samples = True, self._samples + samples
+
+    def settle(self, global_step: int | None) -> None:
+        """The Trainer is done with what it was given, unless an optimizer step that would have used it is to come."""
+        if global_step is not None and global_step == self._optimized:
+            return
+        self._optimized = global_step
+        if self._handed:
+            samples, self._handed, self._samples = self._samples, False, 0
+            self.session.step(samples, global_step=global_step)
 
     def validate(self, pass_: str) -> None:
         """A validation begins; what is left over of those before, whose loops all ranks have left, is deleted."""
@@ -61,7 +72,6 @@ class Stay:
         """Give back what was not trained, and delete what nobody needs."""
         self.calm.close()
         if error is None:
-            self.settle()
             self.session.__exit__(None, None, None)
             self._ranks.gather({})  # so that nobody writes any more
             if self.trial and self._ranks.rank == 0 and self.session.joined is not None:
