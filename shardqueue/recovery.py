@@ -240,7 +240,7 @@ class Recovery:
             if held.pass_ == self._keys.name
         }
         unfinished = self._unfinished()
-        self.asks_for_ends = not named.keys() >= set(unfinished)
+        self.asks_for_ends = any(a in self._given_up or a not in named for a in unfinished)
         unfinished = [attempt for attempt in unfinished if attempt not in self._given_up]
         found = {attempt: named.get(attempt) or self._owners.get(attempt) for attempt in unfinished}
         self._owners = {attempt: writer for attempt, writer in found.items() if writer is not None}
@@ -278,11 +278,11 @@ class Recovery:
     def _judge(self, now: float) -> None:
         others = [writer[0] for writer in self._owners.values() if writer[:2] != self._me]
         self.waits_for = Counter(others)
-        self._lists = any(map(self._may_have_moved, set(self._owners.values())))
         # Of an owner found in this look the log was not read, or read before it may have claimed.
         known = {attempt: writer for attempt, writer in self._owners.items() if attempt in self._known}
         why = {attempt: self._why_gone(attempt, writer) for attempt, writer in known.items()}
         gone = {attempt: reason for attempt, reason in why.items() if reason}
+        self._lists = any(map(self._may_have_moved, set(self._owners.values())))
         questions: list[Question] = [
             (Get(self._keys.back(unit, number - 1)), partial(self._read_begin, (unit, number)))
             for unit, number in gone
@@ -293,9 +293,9 @@ class Recovery:
     def _may_have_moved(self, writer: Writer) -> bool:
         """Whether a log may go on under a key that we do not know."""
         watched = self._watched.get(writer)
-        if watched is None or watched.page is None:
+        if watched is None or watched.page is None or watched.unconfirmed:
             return True
-        return watched.silence.seconds > QUIET * (watched.page.every or self._after / QUIET)
+        return watched.silence.seconds > QUIET * (watched.page.every or self._after / (2 * QUIET))
 
     def _why_gone(self, attempt: Attempt, writer: Writer) -> str:
         watched = self._watched.get(writer)
