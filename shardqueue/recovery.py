@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     Question = tuple[Call, Callable[[Answer, float], None]]
     """A call, and what takes its answer."""
 
-READERS = 4
-"""Of many learners that wait, about so many read the logs at first."""
+READERS, DOUBLINGS = 4, 16
+"""Of many learners that wait, about so many read the logs at first; and how often that doubles until all do."""
 ROUNDS = 6
 """Looks, at least, in the time after which a silent owner is given up."""
 LOOK_SOON, LOOK_EVERY = 0.25, 2.0
@@ -199,8 +199,8 @@ class Recovery:
         """Whether it is on us to read the logs."""
         learners = len({writer[:2] for writer in self._pages})
         assert self.began is not None
-        readers: float = READERS * 2.0 ** ((now - self.began) // self._after)
-        return self._lot * learners < readers
+        rounds = int((now - self.began) // self._after)
+        return rounds > DOUBLINGS or self._lot * learners < READERS << rounds
 
     def _watch(self, writer: Writer) -> Watched:
         silence = Silence(longest=2 * self._after / ROUNDS, lapses=True)
