@@ -28,8 +28,6 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from shardqueue.status.observing import Observer
-
 from benchmarks.report import Report, Row, options
 from benchmarks.seaweedfs import BUCKET, seaweedfs
 from shardqueue import Session, open_mailbox, shared_queue, unit_grid
@@ -39,6 +37,7 @@ from shardqueue.plan import Plan
 from shardqueue.records import LogPage, Manifest, Process, RunKeys, Totals, TrainedSpan
 from shardqueue.run import new_manifest
 from shardqueue.simulate import Node, simulate
+from shardqueue.status.observing import Observer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -336,6 +336,7 @@ class SharedQueueDataset(IterableDataset[Any]):
         session.admit(crew, name)
         crew.poke()
         self._source = crew
+        self._block.landed = None  # until the crew tells it
         self._block.expect(word, fresh=first and not joined.late)
         return crew
 

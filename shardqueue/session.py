@@ -273,6 +273,9 @@ class Session:
 
     def _tracked(self, iterator: Iterator[T], steps_in: Callable[[object], list[Step]]) -> Iterator[T]:
         while True:
+            self._notice.away = False
+            if self._notice.noticed:
+                self.came_back()
             began = self.clock.monotonic()
             try:
                 item = next(iterator)
@@ -437,6 +440,8 @@ class Session:
                 self._writer.finish(farewell_by)
                 self._writer = None
             self._notice.release()
+        if error is None:
+            self._notice.leave_if_noticed()
 
     # -- for datasets ------------------------------------------------------------------------------------
 
@@ -681,6 +686,7 @@ class Session:
 
     def handed(self, step: Step, waited: float) -> None:
         """A batch reached the loop, which had waited for it."""
+        self._notice.away = True
         if step.pass_ in self._unbooked:
             self._passing.append(step)
             return
@@ -702,6 +708,8 @@ class Session:
         self._tell()
         if forgotten:
             _warn_stepless(len(steps))
+        self._notice.away = False
+        self._notice.leave_if_noticed()
 
     def settle(self, failed: bool, ended: bool) -> None:
         """A feed is being left, at its end or before: decide about the batches still with its consumer.

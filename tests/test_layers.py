@@ -116,6 +116,7 @@ FLOORS = {
     "lightning.evaluation": 4,
     "lightning.leftovers": 4,
     "lightning.numbers": 4,
+    "lightning.restart": 4,
     "lightning.sources": 4,
     "lightning.stay": 4,
     "rows": 4,
