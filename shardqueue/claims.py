@@ -887,8 +887,8 @@ class Claims:
 
     def _read_back(self, identifier: str, attempt: int, answer: Answer, now: float) -> None:
         self._looking = False
-        if not isinstance(answer, bytes):
-            return  # listed, and gone: somebody cleans this prefix
+        if not isinstance(answer, bytes) or self.on_hold:
+            return  # listed, and gone: somebody cleans this prefix; or it is to be looked for later
         begin = BackRecord.decode(answer, self.keys.back(identifier, attempt)).begin
         self._known_attempts.add((identifier, attempt + 1))
         if not self.stopped and self._room > 0.0:

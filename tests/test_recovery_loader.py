@@ -129,7 +129,10 @@ class TestArguments:
     @pytest.mark.parametrize("workers", [0, 2])
     def test_a_log_that_is_written_too_seldom(self, tmp_path: Path, workers: int) -> None:
         data = dataset(tmp_path, after=10.0)
-        with Session(str(tmp_path), "a") as session, pytest.raises(InvalidInputError, match=r"log_every=3\.33"):
+        with (
+            Session(str(tmp_path), "a") as session,
+            pytest.raises(InvalidInputError, match=r"log_every=3\.33"),
+        ):
             next(session.track(loader(data, workers)))
         with (
             Session(str(tmp_path), "a"),
