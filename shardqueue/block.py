@@ -30,7 +30,7 @@ WORKERS = 256
 """Workers a loader may have."""
 _KEY_BITS = 40
 _RING = 64
-_HEAD = 13
+_HEAD = 14
 _BEGUN = _HEAD
 _FINISHED = _BEGUN + _RING
 _SLOTS = _FINISHED + _RING
@@ -40,6 +40,7 @@ WORDS = _SLOTS + _SLOT * WORKERS
 (
     *(_OWNER, _INSTANCE, _EPOCH, _RUN, _TRACKED, _LEFT, _CURRENT, _BEGINS, _FINISHES, _SINCE, _EACH, _FRESH),
     _ALLOWED,
+    _LANDED,
 ) = range(_HEAD)
 _MESSAGE = struct.Struct("<6q")
 
@@ -307,6 +308,15 @@ class Block:
         return self._words[slot] == word and self._words[slot + 2] != Doing.CLAIMING
 
     # -- logs --------------------------------------------------------------------------------------------
+
+    @property
+    def landed(self) -> float | None:
+        """Until when, by the machine's clock, the learner's log is known to be in the mailbox; None: unasked."""
+        return self._words[_LANDED] / 1e9 or None
+
+    @landed.setter
+    def landed(self, seconds: float | None) -> None:
+        self._words[_LANDED] = 0 if seconds is None else max(1, int(seconds * 1e9))
 
     def page(self, worker: int) -> int:
         """The page on which the log of the next process with this worker's number begins."""

@@ -9,7 +9,8 @@ Invariants:
   handed out. An unclear create is repeated with the same bytes, never rounded to won or lost.
 - A key is asked for at most once by one learner. A unit's attempt n > 0 is asked for only after its
   `back/{id}~{n-1}` was read.
-- It ends (`exhausted`) when every unit is known to be claimed and no given-back attempt is left to take.
+- It ends (`exhausted`) when every unit is known to be claimed and no given-back attempt is left to take; with
+  `reclaim_after`, when every unit is known to be trained whole.
 - After `stop`, no new claim is asked for; `give_back` returns the records that end what was not trained.
 - An allowance (see `allowance`) is never exceeded: of a unit that is larger than what is left of it, the surplus is
   given back as soon as the claim is ours, and the loader is told where to end.
@@ -31,6 +32,7 @@ from shardqueue.errors import MailboxRefusedError, RecordError
 from shardqueue.mailbox.calls import Get, List, PutIfAbsent
 from shardqueue.pace import Pace
 from shardqueue.records import BackRecord, ClaimRecord, GradeRecord, LogPage
+from shardqueue.recovery import Recovery
 from shardqueue.window import Window
 
 if TYPE_CHECKING:
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
     from shardqueue.asks import Ask
     from shardqueue.mailbox.calls import Answer
     from shardqueue.plan import Plan
-    from shardqueue.records import PassKeys, RunKeys
+    from shardqueue.records import PassKeys, Process, RunKeys
 
 PAGE = 1000
 """Keys a listing asks for at most: one request on every object store."""
@@ -180,6 +182,9 @@ class Claims:
         part, parts: of the learner's claiming this does part `part` of `parts`, from 0; towards the end of the plan
             part 0 does all of it, and the others are exhausted early (`yielded`).
         waits: where nothing is left to claim, it looks again for what is given back, instead of being exhausted.
+        reclaim_after: where nothing is left to claim, it waits until every unit is trained whole, and ends the
+            attempts of owners that are silent for so many seconds (see `recovery`); None to do neither.
+        seen: tells whether a process is seen on this machine.
     """
 
     def __init__(
@@ -197,6 +202,8 @@ class Claims:
         part: int = 0,
         parts: int = 1,
         waits: bool = False,
+        reclaim_after: float | None = None,
+        seen: Callable[[Process], bool | None] = lambda where: None,  # noqa: ARG005
     ) -> None:
         self.plan, self.run, self.keys, self.owner = plan, run, keys, owner
         self.window = Window(plan, random)
@@ -209,6 +216,16 @@ class Claims:
         self.promised = 0.0
         self.empty_looks = 0
         self.waits = waits
+        self.on_hold = False
+        self.recovery: Recovery | None = None
+        if reclaim_after is not None:
+            me = owner.learner, owner.instance
+            self.recovery = Recovery(
+                *(plan, run, keys, me, self.asks, reclaim_after),
+                holds=self._holds,
+                seen=seen,
+                random=random,
+            )
         self._part, self._parts = part, parts
         self._allowance = UNLIMITED
         self._done = 0.0
@@ -304,6 +321,13 @@ class Claims:
             if self.keys.back(claim.identifier, claim.attempt) in never_sent:
                 claim.end = None
 
+    def revoke(self, claim: Claim) -> None:
+        """Others have taken over `claim`: it was silent for too long."""
+        claim.state = State.LOST
+        self.hand.pop(claim, None)
+        self._promise(claim, 0.0)
+        self._weigh(claim)
+
     # -- what to do --------------------------------------------------------------------------------------
 
     def observe(self, handed: int, taken: int, started: float, batch: float) -> None:
@@ -317,7 +341,7 @@ class Claims:
 
     def poll(self, now: float) -> list[Ask]:
         """Return the calls to make now."""
-        if not self.stopped and not self.exhausted and self.asks.error is None:
+        if not (self.stopped or self.exhausted or self.on_hold) and self.asks.error is None:
             self._plan_ahead(now)
         return self.asks.poll(now)
 
@@ -837,10 +861,24 @@ class Claims:
             self._pause = LOOK_BACK_SOON
             return
         self.empty_looks += 1
+        if self.recovery is not None and not self.recovery.over:
+            self._looking = True
+            self.recovery.look(ended, now, self._looked_into)
+            return
         held = not self._allowance.final and self.empty_looks < HELD_LOOKS
         self.exhausted = self._certain and not (self.waits or held)
         self._next_look_back = now + self._pause
         self._pause = min(LOOK_BACK_EVERY, 2 * self._pause)
+
+    def _looked_into(self, now: float) -> None:
+        """What is unfinished was looked into."""
+        assert self.recovery is not None
+        self._looking = False
+        self.exhausted = self.recovery.over and self._certain
+        self._next_look_back = now + self.recovery.pause
+
+    def _holds(self, attempt: tuple[str, int]) -> bool:
+        return any((claim.identifier, claim.attempt) == attempt for claim in self.hand)
 
     def _read_back(self, identifier: str, attempt: int, answer: Answer, now: float) -> None:
         self._looking = False

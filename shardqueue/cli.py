@@ -112,8 +112,22 @@ def _clean() -> _Command:
     return command
 
 
+def _status() -> _Command:
+    from shardqueue.status import command
+
+    return command
+
+
+def _audit() -> _Command:
+    from shardqueue.audit import command
+
+    return command
+
+
 _COMMANDS: dict[str, tuple[str, Callable[[], _Command]]] = {
     "doctor": ("can this store hold a queue? what is wrong, and what does a plan cost?", _doctor),
+    "status": ("who trains in the run at URL, how fast, and how far is it?", _status),
+    "audit": ("was each batch trained once? who broke it, and when?", _audit),
     "simulate": ("how would a plan go on these nodes? in virtual time", _simulate),
     "clean": ("remove the records of finished runs; says what would go, first", _clean),
 }

@@ -9,6 +9,8 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
+_BOOTTIME: int | None = getattr(time, "CLOCK_BOOTTIME", None)
+
 
 class Clock(Protocol):
     """Where seconds come from."""
@@ -26,8 +28,8 @@ class SystemClock:
     """The machine's clocks."""
 
     def monotonic(self) -> float:
-        """See `time.monotonic`."""
-        return time.monotonic()
+        """See `time.monotonic`; where there is such a clock, one that also counts while the machine is suspended."""
+        return time.monotonic() if _BOOTTIME is None else time.clock_gettime(_BOOTTIME)
 
     def wall(self) -> float:
         """See `time.time`."""

@@ -91,6 +91,7 @@ class Crew:
         self._pass = pass_
         self._held: dict[tuple[str, int], Held] = {}
         self._asked: dict[tuple[int, str, int], int] = {}
+        self._revoked: set[tuple[str, int]] = set()
         self._finished = self._heard = 0
         self._lock = threading.RLock()
         self._closed = self._manned = False
@@ -116,6 +117,14 @@ class Crew:
             held = self._find(step.unit, step.attempt)
             held.done = max(held.done, step.index + 1)
             self._settle(held)
+
+    def revoke(self, step: Step) -> None:
+        """Others have taken over this batch and what follows it in its unit: we had been silent for too long."""
+        with self._lock:
+            self._revoked.add((step.unit, step.attempt))
+            held = self._held.pop((step.unit, step.attempt), None)
+        if held is not None:
+            self._session.released(self._pass, held)
 
     def poke(self) -> None:
         """What the session allows has changed."""
@@ -199,6 +208,7 @@ class Crew:
     def _work(self) -> None:
         try:
             while not self._leaving.wait(HEAR_EVERY):
+                self._block.landed = self._session.landed
                 self._hear()
             by = self._session.clock.monotonic() + self._session.farewell
             self._wait(by)
@@ -215,6 +225,8 @@ class Crew:
     def _note(self, message: Message) -> None:
         self._heard += 1
         claim = self._plan.identifier(message.position), message.attempt
+        if claim in self._revoked:
+            return
         if message.told is Told.ASKED:
             self._asked[message.worker, *claim] = message.value
         elif message.told is Told.LOST:

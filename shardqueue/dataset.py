@@ -32,8 +32,9 @@ from shardqueue.crew import Crew
 from shardqueue.entered import find_session, warn_of_another_session
 from shardqueue.errors import ClosedError, InvalidInputError
 from shardqueue.feed import Feed
+from shardqueue.guard import check_log_pause, check_reclaim_after, log_pause
 from shardqueue.host import Place
-from shardqueue.learner import learner_label, new_instance
+from shardqueue.learner import LOG_EVERY, TAIL, learner_label, new_instance
 from shardqueue.loading import check_load
 from shardqueue.lockstep import lockstep_of
 from shardqueue.mailbox import open_mailbox
@@ -43,6 +44,7 @@ from shardqueue.remaining import remaining
 from shardqueue.rows import RowBatches, check_rows
 from shardqueue.run import Joined, new_manifest
 from shardqueue.session import Session
+from shardqueue.supply import as_item
 from shardqueue.tracking import register
 from shardqueue.units import check_count, check_flag, check_int, unit_ranges
 from shardqueue.workers import LoaderWorker, finished_pass
@@ -93,6 +95,10 @@ class SharedQueueDataset(IterableDataset[Any]):
         run: a name, to join that run whatever its state.
         batches: how many batches all units have together, where the units do not say and ranks step together.
         independent: the ranks of this process group do not step together, so each may have another number of batches.
+        reclaim_after: seconds, from 1 and at least three times the session's `log_every`: `Session.track` goes on
+            until every batch is trained, and what a learner holds that was silent for so long is handed out again,
+            each batch at least once. The same for all learners of a run; not where ranks step together. None: what a
+            dead learner held is lost, each batch at most once.
 
     Raises:
         InvalidInputError: an argument is out of range or grammar.
@@ -109,9 +115,10 @@ class SharedQueueDataset(IterableDataset[Any]):
         *,
         batches: int | None = None,
         independent: bool = False,
+        reclaim_after: float | None = None,
     ) -> None:
         check_load(load)
-        self._begin_life(Plan(units), mailbox, learner_id, run, independent)
+        self._begin_life(Plan(units), mailbox, learner_id, run, independent, reclaim_after)
         self._load: Load | RowBatches = load
         self._batches: int | None = self._check_batches(batches)
 
@@ -132,6 +139,7 @@ class SharedQueueDataset(IterableDataset[Any]):
         learner_id: str | None = None,
         run: str | None = None,
         independent: bool = False,
+        reclaim_after: float | None = None,
     ) -> SharedQueueDataset:
         """Share out the batches of a map-style dataset.
 
@@ -150,7 +158,7 @@ class SharedQueueDataset(IterableDataset[Any]):
             drop_last: leave out the last batch if it is short.
             with_step: yield `(step, batch)`, which `Session.track` needs, instead of the batch alone.
             taper: the number of learners that the end of an epoch is cut for; False for units of one size.
-            learner_id, run, independent: as above.
+            learner_id, run, independent, reclaim_after: as above.
 
         Raises:
             InvalidInputError: the dataset has no length or no rows, or an argument is out of range.
@@ -172,7 +180,7 @@ class SharedQueueDataset(IterableDataset[Any]):
         units = unit_ranges(rows, unit_batches * batch_size, batch_size, taper)
         self = cls.__new__(cls)
         agreed = {"shuffle": shuffle, "seed": seed if shuffle else None}
-        self._begin_life(Plan(units, agreed=agreed), mailbox, learner_id, run, independent)
+        self._begin_life(Plan(units, agreed=agreed), mailbox, learner_id, run, independent, reclaim_after)
         self._load, self._with_step, self._batches = batches, with_step, batches.steps
         return self
 
@@ -183,11 +191,13 @@ class SharedQueueDataset(IterableDataset[Any]):
         learner_id: str | None,
         run: str | None,
         independent: bool,
+        reclaim_after: float | None,
     ) -> None:
         if run is not None:
             check_identifier(run, "run", folders=False)
         self.stage = ""
         self._independent, self._together, self._ranks = independent, False, 1
+        self._reclaim_after = check_reclaim_after(reclaim_after)
         self._plan, self._run = plan, run
         self._given_id, self.learner_id = learner_id, learner_label(learner_id)
         self._mailbox = open_mailbox(mailbox)
@@ -213,6 +223,7 @@ class SharedQueueDataset(IterableDataset[Any]):
         self._block.own(new_instance())
         self._own_session: Session | None = None
         self._source: Source | None = None
+        self._rest: Feed | None = None
         self._joined_run: str | None = None
         self._joined_state: dict[str, Any] | None = None
         self._iterations = count()
@@ -307,6 +318,7 @@ class SharedQueueDataset(IterableDataset[Any]):
         """
         self._be_home()
         self._refuse_ranks()
+        check_log_pause(session.log_every, self._reclaim_after)
         session.count_remainder()
         self._leave(failed=False)
         self.start_from(session)
@@ -315,7 +327,8 @@ class SharedQueueDataset(IterableDataset[Any]):
         if any(doing is Doing.CLAIMING for _, _, doing in self._block.workers(self._block.current)):
             session.adopt(self._block.instance)
         first = session.joined is None
-        joined = session.open(self._plan, self._run or self._block.run, name, self.stage)
+        run = self._run or self._block.run
+        joined = session.open(self._plan, run, name, self.stage, self._reclaim_after)
         self._block.name(session.instance)
         self._block.run = self._joined_run = joined.keys.run
         self._joined_state = joined.manifest.state
@@ -326,8 +339,41 @@ class SharedQueueDataset(IterableDataset[Any]):
         self._block.expect(word, fresh=first and not joined.late)
         return crew
 
+    def rest(self, session: Session, loader: Iterable[Any]) -> Iterator[Any]:
+        """What is left of the pass when the loader has ended: what was given back or is others', once they are gone.
+
+        A loader's workers never wait for others, since a loader takes from each in turn; this process does.
+        """
+        if self._reclaim_after is None:
+            return
+        number = pass_of(self._block.current)
+        place = Place(
+            pass_=self.pass_name(number),
+            worker=TAIL,
+            stage=self.stage,
+            reclaim_after=self._reclaim_after,
+            recovers=True,
+        )
+        feed = self._rest = Feed(self._plan, session, self.load_of(number), PREFETCH, None, place)
+        feed.tracked = True
+        feed.start()
+        for pair in self._items(feed):
+            yield as_item(loader, pair)
+
     def in_step(self, session: Session, loader: Iterable[Any], group: Any, uneven: str) -> Iterator[Any]:
-        """The items of the loader, as many on each rank of the group; see `Session.track`."""
+        """The items of the loader, as many on each rank of the group; see `Session.track`.
+
+        Raises:
+            InvalidInputError: it is to hand out the units of a silent learner again, which ends ranks that step
+                together.
+        """
+        if self._reclaim_after is not None:
+            remedy = (
+                "leave it out: a rank that is gone ends the others, and the job goes on from its last state"
+            )
+            raise InvalidInputError(
+                "reclaim_after", self._reclaim_after, "None where ranks step together", remedy
+            )
         yield from lockstep_of(session, group).train(self, loader, uneven=uneven)
 
     @contextmanager
@@ -362,7 +408,10 @@ class SharedQueueDataset(IterableDataset[Any]):
         if current is None or source not in (None, current):
             return
         self._source = None
+        rest, self._rest = self._rest, None
         try:
+            if rest is not None:
+                rest.close(failed)
             current.close(failed)
         finally:
             if self._own_session is not None:
@@ -392,7 +441,13 @@ class SharedQueueDataset(IterableDataset[Any]):
             raise finished_pass(self.learner_id, pass_of(word))
         self._block.begin(word)
         session = self._session()
-        place = Place(pass_=self.pass_name(pass_of(word)), stage=self.stage)
+        check_log_pause(session.log_every, self._reclaim_after)
+        place = Place(
+            pass_=self.pass_name(pass_of(word)),
+            stage=self.stage,
+            reclaim_after=self._reclaim_after,
+            recovers=True,
+        )
         run = self._run or (None if session.joined else self._block.run)
         feed = Feed(self._plan, session, self.load_of(pass_of(word)), PREFETCH, run, place)
         self._source = feed
@@ -419,7 +474,11 @@ class SharedQueueDataset(IterableDataset[Any]):
             warn_of_another_session(self.learner_id)
             if self._own_session is None:
                 self._own_session = Session(
-                    self._mailbox, self.learner_id, _own=True, _instance=self._block.instance
+                    self._mailbox,
+                    self.learner_id,
+                    log_every=log_pause(LOG_EVERY, self._reclaim_after),
+                    _own=True,
+                    _instance=self._block.instance,
                 )
             return self._own_session.__enter__()
         if session.mailbox != self._mailbox:
@@ -454,8 +513,16 @@ class SharedQueueDataset(IterableDataset[Any]):
         self._check_worker(info)
         mailbox = open_mailbox(self._mailbox, prove=False)
         worker = LoaderWorker(
-            *(self._block, self._pipe, mailbox, self.learner_id, info.id, info.num_workers, key, self.stage)
+            *(self._block, self._pipe, mailbox, self.learner_id, info.id, info.num_workers, key, self.stage),
+            reclaim_after=self._reclaim_after,
         )
+        if self._reclaim_after is not None and not worker.tracked:
+            raise InvalidInputError(
+                "reclaim_after",
+                self._reclaim_after,
+                "None where no session tracks the loader, so that nobody knows what is trained",
+                "iterate session.track(loader) in an entered Session",
+            )
         place = Place(
             pass_=worker.pass_,
             worker=str(info.id),
@@ -465,6 +532,7 @@ class SharedQueueDataset(IterableDataset[Any]):
             offers=not worker.tracked,
             fresh=self._block.fresh,
             stage=self.stage,
+            reclaim_after=self._reclaim_after,
         )
         if not (worker.tracked or info.id or worker.pass_):
             logger.warning("%s: %s", self.learner_id, UNTRACKED)
@@ -489,7 +557,8 @@ class SharedQueueDataset(IterableDataset[Any]):
         if keys.run != self._joined_run:  # this worker is older than the run
             data = worker.mailbox.get(keys.manifest)
             state = None if data is None else Manifest.decode(data, keys.manifest).state
-        manifest = new_manifest(self._plan, self.learner_id, worker.clock.wall(), self.stage)
+        wall, after = worker.clock.wall(), self._reclaim_after
+        manifest = new_manifest(self._plan, self.learner_id, wall, self.stage, after)
         return Joined(keys, replace(manifest, state=state))
 
     def _check_worker(self, info: WorkerInfo) -> None:

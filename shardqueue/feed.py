@@ -30,7 +30,7 @@ from shardqueue.claims import Claim, Claims, Owner, State
 from shardqueue.errors import ClosedError, LoadError
 from shardqueue.farewell import Returned, offer, say
 from shardqueue.host import MAIN, Place
-from shardqueue.learner import seat, seen_here
+from shardqueue.learner import TAIL, seat, seen_here
 from shardqueue.loading import Loaded, Reader
 from shardqueue.run import Opening, check_joined, new_manifest
 from shardqueue.session import FIRST_LOG, warn_twin
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from shardqueue.loading import Load
     from shardqueue.mailbox.calls import Answer
     from shardqueue.plan import Plan
+    from shardqueue.recovery import Recovery
     from shardqueue.run import Joined
     from shardqueue.units import Step
 
@@ -100,7 +101,9 @@ class Feed:
         self._logged = False
         self._log_by = 0.0
         self._next_outage = OUTAGE
-        self._told_empty = False
+        self._told_empty = self._waits = False
+        self._next_waits = 0.0
+        self._told_reclaimed = 0
         self._left_why = "this queue was left; its iteration is over"
         self._handed_out = 0
         self._sleeps_until = 0.0
@@ -183,8 +186,13 @@ class Feed:
         with self._lock:
             if self._claims is not None:
                 self._claims.pace.asked(began)
-        while (head := self._head()) is None:
-            if self._place.inline and self._loadable():
+        while True:
+            head = self._head()
+            if head is not None and (self.tracked or self._host.still_ours(head.step)):
+                break
+            if head is not None:
+                self.revoke(head.step)
+            elif self._place.inline and self._loadable():
                 self._advance()
             else:
                 self._ready.wait()
@@ -214,10 +222,9 @@ class Feed:
 
     def _end(self) -> None:
         allowed = self._host.allowance(self._seat).batches
-        if not self.over and not self._handed_out and allowed is None:
-            level = (
-                logging.WARNING if len(self._plan) else logging.INFO
-            )  # or it was all trained before the run
+        rest = self._place.worker == TAIL
+        if not (self.over or self._handed_out or rest) and allowed is None:
+            level = logging.WARNING if len(self._plan) else logging.INFO
             logger.log(level, "%s: nothing was left to claim in run %s", self._owner.learner, self._host.run)
         self.over = True
 
@@ -260,6 +267,20 @@ class Feed:
             if claims is not None and claim is not None:
                 claim.trained = max(claim.trained, step.index + 1 - claim.begin)
                 self._settle(claims, claim)
+
+    def revoke(self, step: Step) -> None:
+        """Others have taken over this batch and what follows it in its unit: we had been silent for too long."""
+        with self._lock:
+            claims = self._claims
+            claim = None if claims is None else _claim_of(claims, step)
+            if claims is None or claim is None:
+                return
+            claims.revoke(claim)
+            self._buffer = deque(loaded for loaded in self._buffer if loaded.claim is not claim)
+            self._to_load = deque(other for other in self._to_load if other is not claim)
+            self._host.released(self._pass, claim)
+            self._room.notify()
+            self._news.notify()
 
     def _settle(self, claims: Claims, claim: Claim) -> None:
         if claim.finished:
@@ -381,11 +402,12 @@ class Feed:
     def _open(self) -> Opening | None:
         joined = self._host.joined
         if joined is not None:
-            check_joined(joined, self._plan, self._run, self._place.stage)
+            check_joined(joined, self._plan, self._run, self._place.stage, self._place.reclaim_after)
             self._begin(joined, late=joined.late or not self._place.fresh)
             return None
         stage, state = self._place.stage, self._host.start
-        manifest = new_manifest(self._plan, self._owner.learner, self._clock.wall(), stage, state)
+        wall, after = self._clock.wall(), self._place.reclaim_after
+        manifest = new_manifest(self._plan, self._owner.learner, wall, stage, after, state)
         return Opening(
             *(self._plan, manifest, self._owner, self._run),
             seen=seen_here,
@@ -425,6 +447,7 @@ class Feed:
             self._stop()
         if self._claims is not None:
             self._claims.allow(self._host.allowance(self._seat))
+            self._claims.on_hold = self._host.late
         may_claim = machine is self._opening or self._logged or now >= self._log_by
         taken = self._host.taken()
         if self._claims is not None and taken is not None:
@@ -443,15 +466,42 @@ class Feed:
             if won:
                 self._to_load.extend(won)
                 self._room.notify_all()
+            if self._claims.recovery is not None:
+                self._recover(self._claims.recovery, now)
         if self._finished_driving():
             return
         wake = machine.wake(now) if may_claim else self._log_by
-        look = 0.5 if self._closing else self._host.patrol
+        on_hold = self._claims is not None and self._claims.on_hold
+        look = 0.5 if self._closing or on_hold else self._host.patrol
         if look is not None:
             wake = now + look if wake is None else min(wake, now + look)
         self._sleeps_until = float("inf") if wake is None else wake
         self._news.wait(None if wake is None else max(0.0, wake - now))
         self._sleeps_until = 0.0
+
+    def _recover(self, recovery: Recovery, now: float) -> None:
+        """Say whom we wait for, and whose units are handed out again."""
+        if recovery.began is None:
+            return
+        if not self._waits:
+            self._waits, self._next_waits = True, now + OUTAGE
+            self._host.waits()
+        fresh = recovery.reclaimed[self._told_reclaimed :]
+        for unit, attempt, begin, learner in fresh:
+            self._told_reclaimed += 1
+            logger.warning(
+                "%s: %s is gone; unit %s (attempt %d) is handed out again from batch %d",
+                *(self._owner.learner, learner, unit, attempt, begin),
+            )
+        if fresh:
+            self._host.reclaimed(len(fresh))
+        if now >= self._next_waits and recovery.waits_for:
+            self._next_waits = now + 60.0
+            most = recovery.waits_for.most_common(8)
+            logger.info(
+                "%s waits for others' units: %s",
+                *(self._owner.learner, ", ".join(f"{learner} ({units})" for learner, units in most)),
+            )
 
     def _begin(self, joined: Joined, late: bool) -> None:
         self._twin = joined.twin
@@ -470,6 +520,8 @@ class Feed:
             part=self._place.part,
             parts=self._place.parts,
             waits=self._place.waits,
+            reclaim_after=self._place.reclaim_after if self._place.recovers else None,
+            seen=seen_here,
         )
         self._claims.allow(self._host.allowance(self._seat))
         self._claims.pace.inline = self._place.inline
@@ -586,7 +638,10 @@ class Feed:
             return
         seconds = self._clock.monotonic() - began
         with self._lock:
-            if loaded is None or reader.claim.is_over(loaded.step.index):
+            lost = reader.claim.state is State.LOST
+            if lost:
+                pass
+            elif loaded is None or reader.claim.is_over(loaded.step.index):
                 self._reader = None
                 self._loaded(reader.claim)
             else:
@@ -595,6 +650,8 @@ class Feed:
                 self._buffer.append(loaded)
             self._nudge(began + seconds)
             self._ready.ring()
+        if lost:
+            self._leave_unit()
 
     def _leave_unit(self) -> None:
         """Let the loader of a unit that is left half-way close what it has open, in the thread that opened it."""

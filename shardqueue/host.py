@@ -91,6 +91,23 @@ class Host(Protocol):
         """An attempt is over: given back, or trained up to the unit's end, its batch `whole_at`."""
         ...
 
+    @property
+    def late(self) -> bool:
+        """Whether our log is so old that others may soon take us for silent: then nothing is claimed."""
+        ...
+
+    def still_ours(self, step: Step) -> bool:
+        """Whether a batch that is about to be handed out is still ours; may read the mailbox."""
+        ...
+
+    def reclaimed(self, attempts: int) -> None:
+        """We ended so many attempts of silent learners."""
+        ...
+
+    def waits(self) -> None:
+        """Nothing is left to claim; from now on others wait for what our log says."""
+        ...
+
     def handed(self, step: Step, waited: float) -> None:
         """A batch went to the consumer, who had waited for it."""
         ...
@@ -144,6 +161,8 @@ class Place:
         fresh: nothing was claimed in the pass when the host last looked.
         waits: where nothing is left to claim, it looks again for what is given back, instead of ending.
         stage: of the dataset.
+        reclaim_after: seconds of silence after which the run hands out a learner's units again; None for never.
+        recovers: where nothing is left to claim, it waits until all is trained, and ends what the silent hold.
     """
 
     pass_: str = ""
@@ -155,6 +174,8 @@ class Place:
     fresh: bool = False
     waits: bool = False
     stage: str = ""
+    reclaim_after: float | None = None
+    recovers: bool = False
 
 
 MAIN = Place()

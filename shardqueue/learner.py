@@ -26,7 +26,7 @@ from shardqueue.plan import check_identifier
 from shardqueue.records import Current, HeldClaim, LogPage, Process, Totals, TrainedSpan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
     from shardqueue.records import Left
     from shardqueue.units import Step
@@ -265,6 +265,11 @@ class Book:
     def in_hand(self) -> list[Step]:
         """Batches handed out and not known to be trained."""
         return [handed.step for handed in self._handed]
+
+    @property
+    def held(self) -> Collection[tuple[str, str, int]]:
+        """The attempts that are ours and not over."""
+        return self._held.keys()
 
     def claim(self, key: tuple[str, str, int]) -> None:
         """The attempt is ours."""

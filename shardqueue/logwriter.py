@@ -36,6 +36,10 @@ class Author(Protocol):
         """The page was written, or it is not clear whether it was."""
         ...
 
+    def landed_after(self, gap: float) -> None:
+        """A page is written, `gap` seconds newer than what was known to be written before."""
+        ...
+
 
 class LogWriter:
     """Writes the log of one process in one run, from `start` to `finish`.
@@ -45,11 +49,15 @@ class LogWriter:
         mailbox: where to.
         keys: of the run.
         every: seconds between two writes, once others have seen the log change.
+
+    Attributes:
+        landed: what was done until then, by the clock, is in the mailbox for sure; at first, when writing began.
     """
 
     def __init__(self, author: Author, mailbox: Mailbox, keys: RunKeys, every: float, clock: Clock) -> None:
         self._author, self._mailbox, self._keys = author, mailbox, keys
         self._every, self._clock = every, clock
+        self.landed = clock.monotonic()
         self._requests: SimpleQueue[threading.Event] = SimpleQueue()
         self._leave_by: float | None = None
         self._thread = threading.Thread(target=self._work, name="shardqueue-log", daemon=True)
@@ -67,6 +75,10 @@ class LogWriter:
                 self._thread.start()
             return self._tried
 
+    def wake(self) -> None:
+        """Write now: somebody waits for it."""
+        self._requests.put(threading.Event())
+
     def write_now(self, within: float) -> bool:
         """Write at once; return whether that was tried `within` so many seconds. A signal handler may call it."""
         tried = threading.Event()
@@ -76,7 +88,7 @@ class LogWriter:
     def finish(self, by: float) -> None:
         """Write a last time, trying until the clock says `by`, and end."""
         self._leave_by = by
-        self._requests.put(threading.Event())
+        self.wake()
         self._thread.join()
 
     def _work(self) -> None:
@@ -105,6 +117,7 @@ class LogWriter:
         return asked
 
     def _write(self) -> bool:
+        now = self._clock.monotonic()
         for page in self._author.pages():
             key = self._keys.log(page.learner, page.instance, page.process, page.page)
             try:
@@ -113,6 +126,8 @@ class LogWriter:
                 self._author.wrote(page, clear=False)
                 return self._give_up(page.learner, error)
             self._author.wrote(page, clear=True)
+        self._author.landed_after(now - self.landed)
+        self.landed = now
         return True
 
     def _give_up(self, learner: str, error: Exception) -> bool:

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any, Self
 from shardqueue.entered import find_session, warn_of_another_session
 from shardqueue.errors import ClosedError, InvalidInputError, PassFinishedError
 from shardqueue.feed import Feed
-from shardqueue.learner import learner_label
+from shardqueue.guard import check_log_pause, check_reclaim_after, log_pause
+from shardqueue.host import Place
+from shardqueue.learner import LOG_EVERY, learner_label
 from shardqueue.loading import check_load
 from shardqueue.mailbox import open_mailbox
 from shardqueue.plan import Plan, check_identifier
@@ -43,8 +45,10 @@ class SharedQueue:
         load: Load,
         prefetch: int,
         run: str | None,
+        reclaim_after: float | None,
     ) -> None:
         check_load(load)
+        self._reclaim_after = check_reclaim_after(reclaim_after)
         check_int("prefetch", prefetch, 1, 2**20)
         if run is not None:
             check_identifier(run, "run", folders=False)
@@ -74,7 +78,9 @@ class SharedQueue:
             remedy = "give the queue and the session the same mailbox, or different learner ids"
             bound = f"the mailbox of the entered session of {self._learner_id!r}"
             raise InvalidInputError("mailbox", self._mailbox, bound, remedy)
-        self._feed = Feed(self._plan, session, self._load, self._prefetch, self._run)
+        check_log_pause(session.log_every, self._reclaim_after)
+        place = Place(reclaim_after=self._reclaim_after, recovers=True)
+        self._feed = Feed(self._plan, session, self._load, self._prefetch, self._run, place)
         try:
             self._feed.start()
         except BaseException as error:
@@ -89,7 +95,8 @@ class SharedQueue:
         older = find_session(self._learner_id, own=True)
         if older is not None and older.mailbox == mailbox:
             older.replace()
-        return Session(mailbox, self._learner_id, _own=True).__enter__()
+        pause = log_pause(LOG_EVERY, self._reclaim_after)
+        return Session(mailbox, self._learner_id, log_every=pause, _own=True).__enter__()
 
     def __iter__(self) -> Iterator[tuple[Step, Any]]:
         if self._feed is not None and self._feed.over:
@@ -125,6 +132,7 @@ def shared_queue(
     load: Load,
     prefetch: int = 8,
     run: str | None = None,
+    reclaim_after: float | None = None,
 ) -> SharedQueue:
     """Claim units of a plan and load them ahead of the consumer.
 
@@ -146,6 +154,9 @@ def shared_queue(
         prefetch: at most so many loaded batches wait, 1 or more.
         run: a name, to join that run whatever its state; by default the newest run is joined if it is running, and
             the next opened if it broke off.
+        reclaim_after: seconds, from 1: the queue ends when every batch is trained, and what a learner holds that was
+            silent for so long (its log did not change) is handed out again, each batch at least once. The same for
+            all learners of a run. None: what a dead learner held is lost, each batch at most once.
 
     Returns:
         A context manager that iterates `(step, batch)`, the step an int that knows its unit (`Step`).
@@ -155,4 +166,4 @@ def shared_queue(
         MailboxError: the mailbox cannot be opened, or (while iterating) stopped answering.
         RunFinishedError, PlanMismatchError: while iterating, when the run cannot be joined.
     """
-    return SharedQueue(units, mailbox, learner_id, load, prefetch, run)
+    return SharedQueue(units, mailbox, learner_id, load, prefetch, run, reclaim_after)

@@ -315,6 +315,7 @@ class Opening:
     def _join(self, look: _Look) -> None:
         assert look.manifest is not None
         check_manifest(look.keys, look.manifest, self._plan, self._stage)
+        check_recovery(look.keys, look.manifest, self._manifest.reclaim_after)
         if not self._belongs(look):
             raise self._mismatch(look)
         namesakes = (w.page for (name, *_), w in look.processes.items() if name == self._owner.learner)
@@ -355,7 +356,12 @@ class Opening:
 
 
 def new_manifest(
-    plan: Plan, opened_by: str, wall: float, stage: str = "", state: State | None = None
+    plan: Plan,
+    opened_by: str,
+    wall: float,
+    stage: str = "",
+    reclaim_after: float | None = None,
+    state: State | None = None,
 ) -> Manifest:
     """What to create where a run must be opened; its id is drawn anew at each call."""
     return Manifest(
@@ -365,6 +371,7 @@ def new_manifest(
         opened_by=opened_by,
         wall=wall,
         state=None if state is None else state.as_dict(),
+        reclaim_after=reclaim_after,
     )
 
 
@@ -409,11 +416,26 @@ def check_manifest(keys: RunKeys, manifest: Manifest, plan: Plan, stage: str = "
         )
 
 
-def check_joined(joined: Joined, plan: Plan, run: str | None, stage: str = "") -> None:
+def check_recovery(keys: RunKeys, manifest: Manifest, reclaim_after: float | None) -> None:
+    """Raise unless the run hands out units again after this time: who logs less often than it asks is given up.
+
+    Raises:
+        RunError: it does so after another time, or never.
+    """
+    if manifest.reclaim_after != reclaim_after:
+        raise RunError(
+            f"run {keys.run} was opened with reclaim_after={manifest.reclaim_after}, this learner has "
+            f"reclaim_after={reclaim_after}; give all learners of a run the same"
+        )
+
+
+def check_joined(
+    joined: Joined, plan: Plan, run: str | None, stage: str = "", reclaim_after: float | None = None
+) -> None:
     """Raise unless the run a session is in is the one wanted, and hands out this plan.
 
     Raises:
-        RunError: it is another, or speaks another version of the protocol.
+        RunError: it is another, speaks another version of the protocol, or has another `reclaim_after`.
         PlanMismatchError: it was opened with another plan.
     """
     if run not in (None, joined.keys.run):
@@ -421,6 +443,7 @@ def check_joined(joined: Joined, plan: Plan, run: str | None, stage: str = "") -
             f"run={run!r}: the entered session is in run {joined.keys.run!r}; leave it, and enter a new Session for "
             "another run"
         )
+    check_recovery(joined.keys, joined.manifest, reclaim_after)
     if joined.together and (stage or TRAIN) not in joined.manifest.plans:
         return
     check_manifest(joined.keys, joined.manifest, plan, stage)

@@ -28,6 +28,7 @@ from shardqueue.errors import (
     PassFinishedError,
     ShardQueueWarning,
 )
+from shardqueue.guard import Guard
 from shardqueue.learner import LOG_EVERY, Book, learner_label, new_instance, seat, seen_here, this_process
 from shardqueue.logwriter import LogWriter
 from shardqueue.mailbox import open_mailbox
@@ -146,6 +147,9 @@ class Session:
         self._units: Counter[str] = Counter()
         self._unbooked: set[str] = set()
         self._passing: list[Step] = []
+        self._guard: Guard | None = None
+        self._waits = False
+        self._revoked: set[tuple[str, str, int]] = set()
         self.lockstep: Together | None = None
 
     # -- for the user ------------------------------------------------------------------------------------
@@ -240,13 +244,16 @@ class Session:
             InvalidInputError: the number of batches is not known, or too small to be shared out.
             AgreementError: ranks have other settings, another mailbox, or one of them is gone.
         """
-        from shardqueue.tracking import dataset_of, datasets_of  # only loops that track pay for it
+        from shardqueue.tracking import dataset_of, datasets_of, steps_in  # only loops that track pay for it
 
         self._check_open()
         if group is not None:
             yield from dataset_of(loader, self).in_step(self, loader, group, uneven)
             return
-        yield from self.walk(loader, datasets_of(loader, self))
+        datasets = datasets_of(loader, self)
+        yield from self.walk(loader, datasets)
+        for dataset in datasets:
+            yield from self._tracked(dataset.rest(self, loader), steps_in)
 
     def walk(self, loader: Iterable[T], datasets: Sequence[Trackable]) -> Iterator[T]:
         """Yield what a loader yields, whose workers claim for these datasets."""
@@ -275,14 +282,22 @@ class Session:
             now = self.clock.monotonic()
             self.came_back()
             waited = now - began
+            ours = 0
             for step in steps_in(item):
                 source = self._track(seat(step.pass_, step.worker))
                 self._in_order(step)
-                self.handed(step, waited)
-                waited = 0.0
                 if source is not None:
                     source.took(step, now, self._pace.batch(now))
+                if not self.still_ours(step):
+                    if source is not None:
+                        source.revoke(step)
+                    continue
+                ours += 1
+                self.handed(step, waited)
+                waited = 0.0
             self._pace.handed(now)
+            if not ours:
+                continue
             yield item
             self._pace.asked(self.clock.monotonic())
 
@@ -440,7 +455,14 @@ class Session:
         if self.joined is None:
             self.instance = self._book.instance = instance
 
-    def open(self, plan: Plan, run: str | None, pass_: str, stage: str = "") -> Joined:
+    def open(
+        self,
+        plan: Plan,
+        run: str | None,
+        pass_: str,
+        stage: str = "",
+        reclaim_after: float | None = None,
+    ) -> Joined:
         """Agree on the run before anybody claims in it, and begin the log.
 
         Raises:
@@ -449,9 +471,9 @@ class Session:
         """
         self._check_open()
         if self.joined is not None:
-            check_joined(self.joined, plan, run, stage)
+            check_joined(self.joined, plan, run, stage, reclaim_after)
             return self.joined
-        joined = self.find_run(plan, run, pass_, stage)
+        joined = self.find_run(plan, run, pass_, stage, reclaim_after=reclaim_after)
         for notice in joined.notices:
             logger.warning("%s", notice)
         if joined.twin:
@@ -460,7 +482,13 @@ class Session:
         return joined
 
     def find_run(
-        self, plan: Plan, run: str | None, pass_: str = "", stage: str = "", fresh: bool = False
+        self,
+        plan: Plan,
+        run: str | None,
+        pass_: str = "",
+        stage: str = "",
+        fresh: bool = False,
+        reclaim_after: float | None = None,
     ) -> Joined:
         """Find or open a run, without being in it yet; `fresh`: open the next one in any case.
 
@@ -470,7 +498,7 @@ class Session:
         """
         machine = Opening(
             plan,
-            new_manifest(plan, self.learner_id, self.clock.wall(), stage, self.start),
+            new_manifest(plan, self.learner_id, self.clock.wall(), stage, reclaim_after, self.start),
             Owner(self.learner_id, self.instance),
             run,
             seen=seen_here,
@@ -542,7 +570,11 @@ class Session:
             if self._writer is None:
                 self.joined = joined
                 self._book.run_id, self._book.left = joined.manifest.run_id, None
-                self._writer = LogWriter(self, self.mailbox, joined.keys, self.log_every, self.clock)
+                writer = LogWriter(self, self.mailbox, joined.keys, self.log_every, self.clock)
+                self._writer = writer
+                after = joined.manifest.reclaim_after
+                if after is not None:
+                    self._guard = Guard(self.mailbox, joined.keys, after, lambda: writer.landed, self.clock)
             return self._writer.start(logged)
 
     def asked(self, pass_: str, claim: Attempt) -> None:
@@ -555,6 +587,8 @@ class Session:
         """An attempt at a unit is ours."""
         with self.lock:
             self._book.claim((pass_, claim.identifier, claim.attempt))
+            if self._guard is not None:
+                self._guard.claimed((pass_, claim.identifier, claim.attempt))
             self._units[pass_] += claim.attempt == 0
 
     def cut(self, pass_: str, claim: Attempt) -> None:
@@ -572,6 +606,62 @@ class Session:
         with self.lock:
             self._book.release((pass_, claim.identifier, claim.attempt), whole_at, self.clock.wall())
             self._last.pop((pass_, claim.identifier, claim.attempt), None)
+            if self._guard is not None:
+                self._guard.released((pass_, claim.identifier, claim.attempt))
+        self._tell_those_who_wait()
+
+    # -- being given up, and giving others up ------------------------------------------------------------
+
+    @property
+    def late(self) -> bool:
+        """Whether our log is so old that others may soon take us for silent: then nothing is claimed."""
+        return self._guard is not None and self._guard.late
+
+    @property
+    def landed(self) -> float | None:
+        """Until when, by the clock, our log is known to be in the mailbox; None without `reclaim_after`."""
+        return None if self._guard is None or self._writer is None else self._writer.landed
+
+    def still_ours(self, step: Step) -> bool:
+        """Whether a batch that is about to be handed out is still ours; may read the mailbox.
+
+        Raises:
+            MailboxError: it had to be read and could not be.
+        """
+        if self._guard is None:
+            return True
+        begin = self._guard.ended_at(step)
+        if begin is None:
+            return True
+        key = step.pass_, step.unit, step.attempt
+        if key not in self._revoked:
+            self._revoked.add(key)
+            repeated = step.index - begin
+            with self.lock:
+                self._book.repeated += repeated
+            logger.warning(
+                "%s was silent for so long that others took over unit %s from batch %d; %d batches of it are trained "
+                "twice",
+                *(self.learner_id, step.unit, begin, repeated),
+            )
+        return False
+
+    def reclaimed(self, attempts: int) -> None:
+        """We ended so many attempts of silent learners."""
+        with self.lock:
+            self._book.reclaimed += attempts
+
+    def waits(self) -> None:
+        """Nothing is left to claim; from now on others wait for what our log says."""
+        self._waits = True
+        self._tell_those_who_wait()
+
+    def _tell_those_who_wait(self) -> None:
+        writer = self._writer
+        if self._waits and writer is not None and not self._book.held:
+            writer.wake()
+
+    # -- for feeds, of what is trained -------------------------------------------------------------------
 
     def leave_it_to_step(self) -> None:
         """Nothing but `step` makes a batch trained, also before its first call."""
@@ -663,6 +753,12 @@ class Session:
         """The page was written, or it is not clear whether it was."""
         with self.lock:
             self._book.wrote(page, clear)
+
+    def landed_after(self, gap: float) -> None:
+        """A page is written, `gap` seconds newer than what was known to be written before."""
+        with self.lock:
+            if self._guard is not None:
+                self._guard.landed_after(gap, self._book.held)
 
     # -- inside ------------------------------------------------------------------------------------------
 

@@ -58,6 +58,10 @@ class Source(Protocol):
         """One batch that was handed out is trained."""
         ...
 
+    def revoke(self, step: Step) -> None:
+        """Others have taken over this batch and what follows it in its unit: we had been silent for too long."""
+        ...
+
     def replace(self) -> None:
         """Another source of this learner begins on the same pass: leave."""
         ...

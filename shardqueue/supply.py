@@ -155,25 +155,15 @@ class Supply:
             return None
         self._taken += 1
         self._session.received(pair[0], self._session.clock.monotonic() - began)
-        return self._as_item(pair)
+        return as_item(self._loader, pair if self._dataset.with_step else pair[1])
 
     def sample(self) -> Any:
         """Any batch, for a rank that has had none."""
         plan, load = self._dataset.plan, self._dataset.load_of(self.number)
         for position in range(len(plan)):
             for step, batch in load(plan.value(position)):
-                return self._as_item((step, batch))
+                return as_item(self._loader, (step, batch) if self._dataset.with_step else batch)
         raise InvalidInputError("units", plan, "units of which one has a batch", "check what load yields")
-
-    def _as_item(self, pair: tuple[Any, Any]) -> Any:
-        """What the loader would have made of it."""
-        loader = self._loader
-        if not isinstance(loader, DataLoader):
-            return pair
-        collate: Callable[[Any], Any] = loader.collate_fn
-        item = collate(pair if self._dataset.with_step else pair[1])
-        pinned = loader.pin_memory and torch.cuda.is_available()
-        return pin_memory(item) if pinned else item  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         """The loop is done with the pass: at its end, or before."""
@@ -203,3 +193,13 @@ class Supply:
         if self._tail is not None:
             self._tail.close(failed=False)
             self._tail = None
+
+
+def as_item(loader: Iterable[Any], given: Any) -> Any:
+    """What a loader would have made of what its dataset gave."""
+    if not isinstance(loader, DataLoader):
+        return given
+    collate: Callable[[Any], Any] = loader.collate_fn
+    item = collate(given)
+    pinned = loader.pin_memory and torch.cuda.is_available()
+    return pin_memory(item) if pinned else item  # type: ignore[no-untyped-call]

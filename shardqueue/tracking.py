@@ -36,6 +36,10 @@ class Trackable(Protocol):
         """The session is about to iterate a loader of this dataset."""
         ...
 
+    def rest(self, session: Session, loader: Iterable[Any]) -> Iterator[Any]:
+        """What is left of the pass when the loader has ended, and the session is to wait for."""
+        ...
+
     def in_step(self, session: Session, loader: Iterable[Any], group: object, uneven: str) -> Iterator[Any]:
         """The items of the loader, as many on each rank of a process group."""
         ...

@@ -26,21 +26,27 @@ LONGEST_GAP = 2.0
 class Silence:
     """Seconds for which nothing changed while somebody looked.
 
-    A mailbox may be slow, or the watcher suspended: of the time between two readings only `LONGEST_GAP` counts.
+    A mailbox may be slow, or the watcher suspended: of the time between two readings only `longest` seconds count, or
+    (`lapses`) silence begins anew after more than that.
     """
 
+    longest: float = LONGEST_GAP
+    lapses: bool = False
     seconds: float = 0.0
-    _last: float | None = None
+    last: float | None = None
 
     def looked(self, now: float) -> None:
         """There was an answer at `now`, the same as before."""
-        if self._last is not None:
-            self.seconds += min(now - self._last, LONGEST_GAP)
-        self._last = now
+        if self.last is not None:
+            gap = now - self.last
+            self.seconds = (
+                0.0 if self.lapses and gap > self.longest else self.seconds + min(gap, self.longest)
+            )
+        self.last = now
 
     def restart(self, now: float | None = None) -> None:
         """Something changed at `now`; None: nobody knows, and the next answer counts as a first one."""
-        self.seconds, self._last = 0.0, now
+        self.seconds, self.last = 0.0, now
 
 
 @dataclass(slots=True)
@@ -91,10 +97,16 @@ class Watched:
             return Life.UNSURE
         silent = self.silence.seconds
         life = judge(self.page, seen(self.page.where), self._changed and silent < SILENCE, silent)
-        if life is Life.DEAD and not self._read_since_gone:
-            self._gone = True
-            return Life.UNSURE
-        return life
+        return Life.UNSURE if life is Life.DEAD and not self._confirmed() else life
+
+    def is_gone(self, seen: Callable[[Process], bool | None]) -> bool:
+        """Whether its process is gone from this machine, and its log was read after that was seen."""
+        return self.page is not None and seen(self.page.where) is False and self._confirmed()
+
+    def _confirmed(self) -> bool:
+        """It is gone, as it seems: is that to be believed, or after one more reading?"""
+        self._gone = True
+        return self._read_since_gone
 
 
 _NOTHING = (-1, 0)

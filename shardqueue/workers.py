@@ -72,6 +72,7 @@ class LoaderWorker:
         number, count: which worker, from 0, and how many there are.
         key: of the iteration.
         stage: of the dataset.
+        reclaim_after: of the run.
 
     Raises:
         PassFinishedError: the pass was iterated to its end before.
@@ -88,6 +89,7 @@ class LoaderWorker:
         count: int,
         key: int,
         stage: str,
+        reclaim_after: float | None = None,
     ) -> None:
         self.mailbox, self.learner_id, self.instance = mailbox, learner_id, block.instance
         self.clock: Clock = SystemClock()
@@ -95,7 +97,7 @@ class LoaderWorker:
         self.start: RunState | None = None
         self.farewell: float = FAREWELL
         self._block, self._pipe, self._number, self._count = block, pipe, number, count
-        self._stage = stage
+        self._stage, self._reclaim_after = stage, reclaim_after
         self.word, self.tracked = block.join(number, key)
         self.patrol: float | None = PATROL / 5 if self.tracked else PATROL
         if block.is_over(self.word) and not self.left:
@@ -177,6 +179,22 @@ class LoaderWorker:
         """How many batches this worker may take, as of now."""
         return self._block.allowed(self.word, self._number, self._count) if self.tracked else UNLIMITED
 
+    @property
+    def late(self) -> bool:
+        """Whether the learner's log is so old that others may soon take it for silent."""
+        landed = self._block.landed if self.tracked and self._reclaim_after is not None else None
+        return landed is not None and self.clock.monotonic() - landed > (self._reclaim_after or 0.0) / 2
+
+    def still_ours(self, step: Step) -> bool:  # noqa: ARG002
+        """Whether a batch is still ours is asked where the loop takes it."""
+        return True
+
+    def reclaimed(self, attempts: int) -> None:
+        """A worker ends nobody's attempts."""
+
+    def waits(self) -> None:
+        """A worker never waits for others."""
+
     def cut(self, pass_: str, claim: Claim) -> None:  # noqa: ARG002
         """An attempt of ours ends before its unit."""
         assert claim.end is not None
@@ -257,6 +275,9 @@ class LoaderWorker:
     def wrote(self, page: LogPage, clear: bool) -> None:
         """The page was written, or it is not clear whether it was."""
         self._book.wrote(page, clear)
+
+    def landed_after(self, gap: float) -> None:
+        """Nobody hands out the units of a worker without a session again."""
 
     def _tell(self, told: Told, claim: Claim, value: int) -> None:
         if self.tracked:

@@ -3,7 +3,7 @@
 A name alone decides for manifests and what lies under `learners/`, which nobody else writes. A file under `units/`
 may be the user's, so a claim or a give-back record counts as the run's only if its identifier is in the plan the
 manifest tells, or, where it cannot tell (the identifiers of a listed plan are not in it), if it reads as
-such a record. What lies under the prefix of another mailbox, which a manifest of its own shows, is none of this one's.
+such a record. What lies under the prefix of another mailbox, which a manifest of its own shows, is not of this one.
 """
 
 from __future__ import annotations

@@ -168,13 +168,22 @@ class _Learner:
     """One node: the machines of a learner and its consumer, driven by events."""
 
     def __init__(
-        self, world: _World, plan: Plan, node: Node, index: int, seconds: float, log_every: float, seed: int
+        self,
+        world: _World,
+        plan: Plan,
+        node: Node,
+        index: int,
+        seconds: float,
+        log_every: float,
+        reclaim_after: float | None,
+        seed: int,
     ) -> None:
         self.node, self.index = node, index
         self.busy = self.ended = 0.0
         self.batches = 0
         self.done = self.dead = False
         self._world, self._plan, self._seconds, self._log_every = world, plan, seconds, log_every
+        self._reclaim_after, self._waits = reclaim_after, False
         self._owner = Owner(f"node-{index:04d}", f"{index:06x}")
         where = Process(host=f"node-{index}", boot="virtual", pid=index, started="0")
         self.book = Book(self._owner.learner, self._owner.instance, "main", where)
@@ -209,6 +218,7 @@ class _Learner:
             plans={TRAIN: self._plan.signature()},
             opened_by=self._owner.learner,
             wall=0.0,
+            reclaim_after=self._reclaim_after,
         )
 
     def turn(self) -> None:
@@ -229,6 +239,10 @@ class _Learner:
                 self.book.claim((self.claims.keys.name, claim.identifier, claim.attempt))
             if not self._running:
                 self._take()
+            recovery = self.claims.recovery
+            if recovery is not None and recovery.began is not None and not self._waits:
+                self._waits = True
+                self._tell_those_who_wait()
             if self.claims.exhausted and self.claims.asks.idle and not self._running and not self.done:
                 self._leave_at_the_end()
         wake = machine.wake(world.now)
@@ -252,6 +266,7 @@ class _Learner:
             random=self._random,
             joined_late=joined.late,
             scans=getattr(self._world.mailbox, "listing", "page") == "scan",
+            reclaim_after=self._reclaim_after,
         )
         self.claims.met(set(joined.peers))
         self.book.run_id = joined.manifest.run_id
@@ -296,8 +311,11 @@ class _Learner:
         self._world.requests["Put"] += 1
         key = self.claims.run.log(page.learner, page.instance, page.process, page.page)
         try:
-            # Without what was trained: nobody reads that here, and writing it out again and again takes long.
-            self._world.mailbox.put(key, replace(page, trained=[]).encode())
+            if self._reclaim_after is None:
+                page = replace(
+                    page, trained=[]
+                )  # nobody reads it, and writing it out again and again takes long
+            self._world.mailbox.put(key, page.encode())
         except MailboxUnavailableError:
             self.book.wrote(page, clear=False)
         else:
@@ -307,6 +325,10 @@ class _Learner:
         if not self.dead and not self.done:
             self.write_log()
             self._world.later(self._world.now + next(pauses), partial(self._log_on, pauses))
+
+    def _tell_those_who_wait(self) -> None:
+        if self._waits and not self.book.held:
+            self.write_log()
 
     def _leave_at_the_end(self) -> None:
         self.done = True
@@ -351,7 +373,9 @@ class _Learner:
         self.book.train(1, world.now)
         if claim.finished:
             claims.settle(claim)
-            self.book.release(("", claim.identifier, claim.attempt))
+            whole_at = claim.begin + int(claim.size)
+            self.book.release(("", claim.identifier, claim.attempt), whole_at, world.now)
+            self._tell_those_who_wait()
         self._running = False
         self._take()
         self.turn()
@@ -388,6 +412,7 @@ def simulate(
     batch_seconds: float = 1.0,
     latency: float | Callable[[], float] = 0.0,
     log_every: float = LOG_EVERY,
+    reclaim_after: float | None = None,
     seed: int = 0,
     mailbox: Mailbox | None = None,
 ) -> Outcome:
@@ -399,6 +424,7 @@ def simulate(
         batch_seconds: what a batch takes a node of speed 1.
         latency: seconds a mailbox call takes, or a function that draws them.
         log_every: seconds between two writes of a log.
+        reclaim_after: seconds of silence after which a node's units are handed out again; None for never.
         seed: of everything that is drawn.
         mailbox: instead of an empty one in memory; wrap one to inject faults.
 
@@ -410,11 +436,15 @@ def simulate(
     for name, seconds in (("batch_seconds", batch_seconds), ("log_every", log_every)):
         if not seconds > 0:
             raise InvalidInputError(name, seconds, "more than 0", "pass 1.0")
+    if reclaim_after is not None and any(node.finish(node.joins, 1.0) == float("inf") for node in nodes):
+        bound = "None with a node that pauses for ever: all others would wait for it"
+        raise InvalidInputError("reclaim_after", reclaim_after, bound, "let it die instead")
     plan = Plan(units)
     draw = latency if callable(latency) else lambda: latency
     world = _World(MemoryMailbox() if mailbox is None else mailbox, draw)
     learners = [
-        _Learner(world, plan, node, index, batch_seconds, log_every, seed) for index, node in enumerate(nodes)
+        _Learner(world, plan, node, index, batch_seconds, log_every, reclaim_after, seed)
+        for index, node in enumerate(nodes)
     ]
     world.run()
     return _outcome(world, plan, nodes, learners, batch_seconds)
