@@ -6,17 +6,18 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.trainer.connectors import signal_connector
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from models import Numbered, quiet_trainer
 from test_checkpoints import QUIET, Counting, Leg, Went, go, once, state
@@ -158,27 +159,13 @@ def requeued(rank: int, size: int, folder: str, hook: str) -> None:
         "SLURM_NNODES": "1",
         "SLURM_JOB_NODELIST": "127.0.0.1",
     }
-    asked: list[list[str]] = []
-
-    def call(command: list[str]) -> int:
-        asked.append(command)
-        return 0
-
-    import lightning.pytorch.trainer.connectors.signal_connector as connector
-
-    connector.call = call  # type: ignore[assignment]
-    try:
-        with pytest.raises(SIGTERMException):
-            fit(
-                folder,
-                size,
-                [SharedQueueCallback(), Signals(hook, 12, signal.SIGUSR1), Signals(hook, 12, signal.SIGTERM)],
-                default_root_dir=folder,
-                plugins=[SLURMEnvironment()],
-            )
-    finally:
-        connector.call = subprocess.call
-    assert asked == ([["scontrol", "requeue", "7"]] if rank == 0 else [])
+    callbacks = [SharedQueueCallback(), Signals(hook, 12, signal.SIGUSR1), Signals(hook, 12, signal.SIGTERM)]
+    with (
+        mock.patch.object(signal_connector, "call", return_value=0) as asked,
+        pytest.raises(SIGTERMException),
+    ):
+        fit(folder, size, callbacks, default_root_dir=folder, plugins=[SLURMEnvironment()])
+    assert asked.mock_calls == ([mock.call(["scontrol", "requeue", "7"])] if rank == 0 else [])
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])
