@@ -99,6 +99,7 @@ FLOORS = {
     "opening": 3,
     "peers": 3,
     "queues": 3,
+    "rollback": 3,
     "session": 3,
     "source": 3,
     "entered": 3,
