@@ -276,7 +276,7 @@ class SharedQueueDataset(IterableDataset[Any]):
 
     def start_from(self, session: Session) -> None:
         """Passes that are counted begin with the first one of which the state that was loaded has something left."""
-        if session.start is not None and not self.stage:
+        if session.start is not None and session.joined is None and not self.stage:
             self._be_home()
             self._block.start_at(session.start.first_pass(self._plan))
 

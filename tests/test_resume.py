@@ -20,6 +20,7 @@ from resume_cases import (
     Stint,
     Told,
     Value,
+    end_workers,
     in_step,
     killed_later,
     on_its_own,
@@ -27,8 +28,9 @@ from resume_cases import (
     with_a_death,
     with_another_state,
 )
+from torch.utils.data import DataLoader
 
-from shardqueue import Session, open_mailbox, shared_queue, unit_grid
+from shardqueue import Session, SharedQueueDataset, open_mailbox, shared_queue, unit_grid
 from shardqueue import session as session_module
 from shardqueue.errors import ClosedError, PlanMismatchError, StateMismatchError
 from shardqueue.mailbox.memory import MemoryMailbox
@@ -446,3 +448,44 @@ def test_ranks_with_different_states_are_told_so(ranks: Up, tmp_path: Path) -> N
     for outcome in ranks(2).outcomes(with_another_state, stint, str(tmp_path / "queue"), told[0][0].state):
         assert outcome.error == "AgreementError"
         assert outcome.text.startswith("state differs between ranks")
+
+
+# -- datasets ------------------------------------------------------------------------------------------------
+
+
+def test_workers_that_are_older_than_the_run(tmp_path: Path) -> None:
+    """One loader whose workers persist, through a session, and another that goes on from the first one's state."""
+    dataset = SharedQueueDataset(UNITS, str(tmp_path), pairs, "a")
+    loader = DataLoader(dataset, batch_size=None, num_workers=1, persistent_workers=True)
+    values: list[Any] = []
+    state: dict[str, Any] = {}
+    for most in (7, None):
+        with Session(str(tmp_path), "a") as session:
+            if state:
+                session.load_state_dict(state)
+            for number, (_, value) in enumerate(session.track(loader), 1):
+                values.append(tuple(value))
+                session.step(samples=1)
+                if number == most:
+                    break
+            state = session.state_dict()
+    end_workers(loader)
+    assert Counter(values) == EVERYTHING
+    assert state["run"] == "2"
+
+
+def test_an_epoch_that_was_trained_whole_is_over_at_once(tmp_path: Path) -> None:
+    """With `set_epoch`; without it, the epochs go on behind it."""
+    values, state = broken_off(open_mailbox(str(tmp_path)), 36)
+    assert Counter(values) == EVERYTHING
+    for set_epoch, expected in ((True, [0, 36]), (False, [36, 36])):
+        dataset = SharedQueueDataset(UNITS, str(tmp_path), pairs, "a")
+        loader = DataLoader(dataset, batch_size=None)
+        counts = []
+        with Session(str(tmp_path), "a") as session:
+            session.load_state_dict(state)
+            for epoch in range(2):
+                if set_epoch:
+                    dataset.set_epoch(epoch)
+                counts.append(sum(session.step() is None for _ in session.track(loader)))
+        assert counts == expected
