@@ -158,9 +158,9 @@ class Block:
         return bool(self._words[_FRESH])
 
     def start_at(self, pass_: int) -> None:
-        """The first iteration is this pass, where no epoch is set and none has begun."""
-        if not self._words[_CURRENT] and pass_:
-            self._words[_CURRENT] = iteration_word(pass_ - 1, 0)
+        """Passes are counted anew, from this one; those before are forgotten, and the run they were in."""
+        self._words[_CURRENT] = iteration_word(pass_ - 1, 0) if pass_ else 0
+        self._words[_FINISHES] = self._words[_RUN] = 0
 
     def leave(self, word: int) -> None:
         """The loop of a tracked iteration was left: its workers are to stop, late ones not to begin."""

@@ -276,7 +276,7 @@ class SharedQueueDataset(IterableDataset[Any]):
 
     def start_from(self, session: Session) -> None:
         """Passes that are counted begin with the first one of which the state that was loaded has something left."""
-        if session.start is not None and not self.stage:
+        if session.start is not None and session.joined is None and not self.stage:
             self._be_home()
             self._block.start_at(session.start.first_pass(self._plan))
 
@@ -558,8 +558,9 @@ class SharedQueueDataset(IterableDataset[Any]):
         if keys.run != self._joined_run:  # this worker is older than the run
             data = worker.mailbox.get(keys.manifest)
             state = None if data is None else Manifest.decode(data, keys.manifest).state
-        manifest = new_manifest(self._plan, self.learner_id, worker.clock.wall(), self.stage)
-        return Joined(keys, replace(manifest, state=state, reclaim_after=self._reclaim_after))
+        wall, after = worker.clock.wall(), self._reclaim_after
+        manifest = new_manifest(self._plan, self.learner_id, wall, self.stage, after)
+        return Joined(keys, replace(manifest, state=state))
 
     def _check_worker(self, info: WorkerInfo) -> None:
         if info.num_workers > WORKERS:

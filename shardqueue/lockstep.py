@@ -395,7 +395,7 @@ class Lockstep:
         number = dataset.next_pass
         signature = json.loads(json.dumps(dataset.plan.signature()))
         state = None if start is None else start.describe()
-        self._agree({**settings, "pass": dataset.pass_name(number), "plan": signature, "state": state})
+        self._agree({"state": state, **settings, "pass": dataset.pass_name(number), "plan": signature})
         if self.session.joined is None:
             self.open(dataset.plan, dataset.stage, run)
         return dataset.pass_name(number)

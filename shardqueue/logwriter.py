@@ -88,7 +88,7 @@ class LogWriter:
     def finish(self, by: float) -> None:
         """Write a last time, trying until the clock says `by`, and end."""
         self._leave_by = by
-        self._requests.put(threading.Event())
+        self.wake()
         self._thread.join()
 
     def _work(self) -> None:

@@ -280,10 +280,11 @@ class Opening:
             self._join(look)  # another process of this learner is in it
             return
         lives = [watched.life(self._seen) for watched in look.processes.values()]
-        if not lives and look.units_claimed and look.silence.seconds < SILENCE:
-            lives = [Life.UNSURE]  # a first claim may land before its owner's log does
+        belongs = self._belongs(look)
+        if not lives and (look.units_claimed or not belongs) and look.silence.seconds < SILENCE:
+            lives = [Life.UNSURE]  # a first claim may land before its owner's log does, and a manifest does
         ended = any(w.page is not None and w.page.left == "end" for w in look.processes.values())
-        step = decide(lives, look.anything_claimed, ended, self._state is not None, self._belongs(look))
+        step = decide(lives, look.anything_claimed, ended, self._state is not None, belongs)
         if step in (Next.JOIN, Next.REFUSE):
             self._join(look)
         elif step is Next.WAIT:
@@ -360,8 +361,8 @@ def new_manifest(
     opened_by: str,
     wall: float,
     stage: str = "",
-    state: State | None = None,
     reclaim_after: float | None = None,
+    state: State | None = None,
 ) -> Manifest:
     """What to create where a run must be opened; its id is drawn anew at each call."""
     return Manifest(

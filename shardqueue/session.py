@@ -36,6 +36,7 @@ from shardqueue.opening import open_run
 from shardqueue.pace import Pace
 from shardqueue.preemption import PreemptionNotice
 from shardqueue.records import pass_number
+from shardqueue.rollback import Rollback
 from shardqueue.run import Opening, check_joined, new_manifest
 from shardqueue.state import State
 from shardqueue.throughput import Rates, Rolling
@@ -121,6 +122,7 @@ class Session:
         self._plan: Plan | None = None
         self._account: Account | None = None
         self._over: set[str] = set()
+        self._rollback: Rollback | None = None
         self._global_step: int | None = None
         self._tick = self._gave = ("", -1)
         self._last_step = False
@@ -436,6 +438,8 @@ class Session:
             self._book.left = (
                 "error" if error is not None and not isinstance(error, GeneratorExit) else self._ended
             )
+            if self._rollback is not None:
+                self._rollback.finish()
             if self._writer is not None:
                 self._writer.finish(farewell_by)
                 self._writer = None
@@ -475,6 +479,8 @@ class Session:
             MailboxError: the mailbox did not answer.
         """
         self._check_open()
+        if not stage:
+            self._plan = plan
         if self.joined is not None:
             check_joined(self.joined, plan, run, stage, reclaim_after)
             return self.joined
@@ -503,7 +509,7 @@ class Session:
         """
         machine = Opening(
             plan,
-            new_manifest(plan, self.learner_id, self.clock.wall(), stage, self.start, reclaim_after),
+            new_manifest(plan, self.learner_id, self.clock.wall(), stage, reclaim_after, self.start),
             Owner(self.learner_id, self.instance),
             run,
             seen=seen_here,
@@ -580,7 +586,18 @@ class Session:
                 after = joined.manifest.reclaim_after
                 if after is not None:
                     self._guard = Guard(self.mailbox, joined.keys, after, lambda: writer.landed, self.clock)
+                self._roll_back(joined)
+            if self._rollback is not None and not self._rollback.is_over(logged):
+                self._writer.start(_nothing)
+                return False
             return self._writer.start(logged)
+
+    def _roll_back(self, joined: Joined) -> None:
+        """A state that was loaded may be older than what an earlier instance of ours did in this run."""
+        state, plan = self.start, self._plan
+        if state is not None and plan is not None and state.run_id == joined.manifest.run_id:
+            owner = Owner(self.learner_id, self.instance)
+            self._rollback = Rollback(joined, state, plan, owner, self.mailbox, self.clock)
 
     def asked(self, pass_: str, claim: Attempt) -> None:
         """An attempt at a unit is about to be asked for."""
@@ -836,6 +853,10 @@ class Session:
             )
         if not self._entered or self._closed:
             raise ClosedError("this session is not entered; use it in a `with` block")
+
+
+def _nothing() -> None:
+    """Nobody waits for it."""
 
 
 def warn_twin(learner: str) -> None:

@@ -69,6 +69,10 @@ class Trained:
             del self.parts[position]
             self.sizes.pop(position, None)
 
+    def has(self, position: int, batch: int) -> bool:
+        """Whether a batch of a unit is trained."""
+        return position in self.whole or batch in self.parts.get(position, ())
+
     def holds(self, other: Trained) -> bool:
         """Whether all that is trained in `other` is trained here."""
         whole = all(self.whole.gap(start) >= stop for start, stop in other.whole.spans())

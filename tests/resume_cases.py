@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import json
+import os
+import signal
+import warnings
+from contextlib import ExitStack, suppress
+from copy import deepcopy
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from learners import load as pairs
 from learners import until
 from lockstep_cases import joined, load, plan
 from torch import distributed
 from torch.utils.data import DataLoader
 
 from shardqueue import Session, SharedQueueDataset, shared_queue, unit_grid
+from shardqueue.errors import PeerGoneError
 from shardqueue.records import RunKeys
 
 if TYPE_CHECKING:
@@ -155,3 +163,52 @@ def take(rank: int, stint: Stint, session: Session) -> dict[str, Any]:
     if stint.alone and rank:
         return {}
     return session.state_dict()
+
+
+def killed_later(rank: int, folder: str, batches: int, more: int) -> None:
+    """Learner "a" takes its state after so many batches, trains and logs some more, and is killed."""
+    units, values = unit_grid(12, 4, 3, taper=False), []
+    session = Session(f"{folder}/queue", "a", log_every=1.0)
+    with session, shared_queue(units, f"{folder}/queue", "a", pairs, 2, reclaim_after=6.0) as queue:
+        for number, (_, value) in enumerate(queue, 1):
+            session.step(samples=1)
+            if number <= batches:
+                values.append(value)
+            if number == batches:
+                Path(folder, "told.json").write_text(
+                    json.dumps({"state": session.state_dict(), "values": values})
+                )
+            if number == batches + more:
+                session.flush_log()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def with_a_death(rank: int, mailbox: str, steps: int) -> tuple[Told, str]:
+    """Rank 1 is killed after so many steps, without a last log; rank 0 then takes its state."""
+    joined(rank)
+    told = Told([], {}, [], [])
+    stint = Stint("equal", 40)
+    with suppress(PeerGoneError), Session(mailbox, f"rank-{rank}") as session:
+        loop = session.track(loader_of(stint, mailbox, f"rank-{rank}"), group=distributed.group.WORLD)
+        for number, (step, batch) in enumerate(loop, 1):
+            told.add(step, batch)
+            distributed.all_reduce(torch.zeros(1))
+            session.step(samples=1)
+            if number == steps - 3:
+                session.flush_log()
+                session._writer = None  # of what comes now nothing is logged
+            if number == steps and rank:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if number == steps:
+                break
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            told.state = session.state_dict()
+    return told, " ".join(str(warning.message) for warning in caught)
+
+
+def with_another_state(rank: int, stint: Stint, mailbox: str, state: dict[str, Any]) -> None:
+    """Rank 1 loads another checkpoint than rank 0."""
+    changed = deepcopy(state)
+    changed["passes"][""]["over"] = bool(rank)
+    in_step(rank, stint, mailbox, [changed])

@@ -6,7 +6,8 @@ changed. So the Trainer looks at its data again when it has restored its counter
 pass over the batches at an epoch's end, or over its validation.
 
 Of a checkpoint at the end of an epoch the Trainer may take the counters over into the next one (where `max_steps` is
-set, or where the last batch was not yet counted); an epoch that begins is begun from its first batch.
+set, or where the last batch was not yet counted); an epoch that begins is begun from its first batch. Where training
+was stopped in the middle of an epoch, the Trainer took it for over; it goes on.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ class Restart(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
         """The counters are restored."""
         fit_loop = trainer.fit_loop
-        if fit_loop.restarted_on_epoch_end:  # `max_steps` is set: else that epoch would be counted twice
+        if _is_cut(trainer):
+            _go_back(trainer)
+        elif fit_loop.restarted_on_epoch_end:  # `max_steps` is set: else that epoch would be counted twice
             fit_loop.epoch_progress.increment_completed()
             fit_loop.reset_restart_stage()
         place = self._data.place = place_of(trainer)
@@ -67,6 +70,24 @@ def place_of(trainer: Trainer) -> Place:
     uncounted = total.ready == total.started == total.processed == total.completed + 1
     done = batches.current.completed + uncounted if epochs.processed < epochs.ready else 0
     return Place(trainer.current_epoch, done)
+
+
+def _is_cut(trainer: Trainer) -> bool:
+    """Whether training was stopped in the middle of an epoch, which the Trainer has then taken for over."""
+    epochs: Any = trainer.fit_loop.epoch_progress.current
+    batches = trainer.fit_loop.epoch_loop.batch_progress
+    between = epochs.processed == epochs.started == epochs.ready
+    return between and batches.current.completed > 0 and not batches.is_last_batch
+
+
+def _go_back(trainer: Trainer) -> None:
+    """Go on in the middle of the last epoch."""
+    fit_loop = trainer.fit_loop
+    epochs: Any = fit_loop.epoch_progress
+    for progress in (epochs.total, epochs.current):
+        progress.processed = progress.completed = progress.ready - 1
+    fit_loop.restarting = True
+    fit_loop.update_restart_stage()
 
 
 def _begin_epoch(trainer: Trainer) -> None:

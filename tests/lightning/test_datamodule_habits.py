@@ -178,9 +178,16 @@ class Keeps(Callback):
             trainer.save_checkpoint(self.path)
 
 
+class Forgetful(SharedQueueDataModule):
+    """Has no part in checkpoints, like the data of a checkpoint that was saved without a shared queue."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
 def resumed(rank: int, size: int, folder: str, moment: str) -> tuple[list[list[int]], list[int]]:
     """Rows of each batch after going on from a checkpoint, and the progress of each step."""
-    data = partial(SharedQueueDataModule, f"{folder}/mailbox", **numbered("train"))
+    data = partial(Forgetful, f"{folder}/mailbox", **numbered("train"))
     first: dict[str, Any] = {"limit_val_batches": 0, "max_epochs": 2}
     keep = Keeps(moment, f"{folder}/kept.ckpt")
     quiet_trainer(size, callbacks=[keep], **{**first, "max_epochs": 1}).fit(Recorder(), datamodule=data())
