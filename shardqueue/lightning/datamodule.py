@@ -256,7 +256,7 @@ class SharedQueueDataModule(LightningDataModule):
         if self.trainer is not None and self.trainer.state.fn != "fit":
             return
         State.of(dict(state_dict))
-        self._start, self._spent = dict(state_dict), False
+        self._start, self._spent, self._trained = dict(state_dict), False, None
         self._follow_restart()
 
     def _follow_restart(self) -> None:
