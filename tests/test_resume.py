@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 from unittest.mock import patch
 
 import pytest
-from learners import Task, last_page, together, until
+from learners import Gate, Task, last_page, together, until
 from learners import load as pairs
 from lockstep_cases import load
 from resume_cases import (
@@ -34,11 +34,13 @@ from shardqueue import Session, SharedQueueDataset, open_mailbox, shared_queue, 
 from shardqueue import session as session_module
 from shardqueue.errors import ClosedError, PlanMismatchError, StateMismatchError
 from shardqueue.mailbox.memory import MemoryMailbox
+from shardqueue.plan import Plan
 from shardqueue.records import Manifest, RunKeys
+from shardqueue.run import new_manifest
 from shardqueue.state import State
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from ranks import Ranks
@@ -81,6 +83,22 @@ def test_ranks_in_step_go_on_with_two_then_three_then_one(
     progress = [step for job in told for step in job[0].progress]
     assert progress == sorted(progress)
     assert progress[-1] == 79
+
+
+def test_ranks_in_step_stop_again_and_again_in_the_same_units(ranks: Up, tmp_path: Path) -> None:
+    """So that of what was left of a unit a part is left."""
+    stint = Stint()
+    stops = [(2, 33), (3, 2), (2, 1), (3, 2), (2, 30)]
+    told = chain(
+        ranks, tmp_path, [*((size, replace(stint, steps=steps)) for size, steps in stops), (1, stint)]
+    )
+    assert values(told) == whole(stint)
+
+
+def test_what_others_trained_after_the_step_is_not_in_the_state(ranks: Up, tmp_path: Path) -> None:
+    stint = Stint()
+    told = chain(ranks, tmp_path, [(3, replace(stint, steps=17, when="ahead")), (2, stint)])
+    assert values(told) == whole(stint)
 
 
 @pytest.mark.parametrize(
@@ -290,6 +308,29 @@ def test_of_two_that_begin_at_once_with_different_states_one_is_refused(memory: 
     assert sorted(runs) == ["", "2"]
 
 
+def test_a_run_just_opened_from_another_state_may_have_learners_soon(memory: Mailbox) -> None:
+    """Its manifest is there, and no log yet."""
+    with Learner(memory, "a") as a:
+        states = [a.session.state_dict() for batches in (10, 4) if a.train(batches)]
+    opened = new_manifest(Plan(UNITS), "b", 0.0, state=State.of(states[0]))
+    memory.put_if_absent(RunKeys("2").manifest, opened.encode())
+
+    gate = Gate(memory, lambda verb, key: verb == "get" and key == RunKeys("2").manifest)
+
+    def refused() -> None:
+        with Learner(gate, "c", states[1]) as c, pytest.raises(StateMismatchError):
+            c.train(1)
+
+    task = Task(refused)
+    assert gate.reached.wait(40)
+    gate.open()
+    with Learner(memory, "b", states[0]) as b:
+        b.train(1)
+        task.result()
+        b.train()
+        assert b.session.run == "2"
+
+
 def test_a_finished_run_is_followed_by_one_that_goes_on_from_the_state(memory: Mailbox) -> None:
     """Somebody finished run 1 after the checkpoint; the model of that is lost."""
     with Learner(memory, "a") as a:
@@ -487,5 +528,30 @@ def test_an_epoch_that_was_trained_whole_is_over_at_once(tmp_path: Path) -> None
             for epoch in range(2):
                 if set_epoch:
                     dataset.set_epoch(epoch)
-                counts.append(sum(session.step() is None for _ in session.track(loader)))
+                counts.append(sum(1 for _ in stepping(session, loader)))
         assert counts == expected
+
+
+def stepping(session: Session, loader: Any) -> Iterator[Any]:
+    """The items of a loader, each trained before the next one."""
+    for item in session.track(loader):
+        yield item
+        session.step(samples=1)
+
+
+def test_what_workers_hold_in_a_run_that_goes_on_is_given_back_to_others(tmp_path: Path) -> None:
+    """One learner leaves it early, in the middle of units that were trained in part before; another takes over."""
+    values, state = broken_off(open_mailbox(str(tmp_path)), 6)
+    for most in (9, None):
+        dataset = SharedQueueDataset(UNITS, str(tmp_path), pairs, "a", run="2")
+        loader = DataLoader(dataset, batch_size=None, num_workers=2)
+        with Session(str(tmp_path), "a") as session:
+            if most:
+                session.load_state_dict(state)
+            for number, (_, value) in enumerate(session.track(loader), 1):
+                values.append(tuple(value))
+                session.step(samples=1)
+                if number == most:
+                    break
+            assert session.run == "2"
+    assert Counter(values) == EVERYTHING
