@@ -111,6 +111,21 @@ class Manual(Counting):
         return loss
 
 
+class Scheduled(Counting):
+    """Saves after the optimizer step, when no callback has heard of it yet, as a signal's handler may."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        super().lr_scheduler_step(scheduler, metric)
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if hasattr(callback, "after_optimizer_step"):
+                callback.after_optimizer_step(self.trainer, self)
+
+
 class Look(Callback):
     """Takes a batch of the train loader before training starts."""
 
@@ -263,6 +278,13 @@ def test_accumulated_batches_are_not_trained(ranks: Up, tmp_path: Path, callback
     legs = travel(ranks, leg, [2, 1], [("on_train_batch_end", 10)])
     once(legs, 100)
     assert state(tmp_path)["passes"][""]["batches"] == 16
+
+
+@pytest.mark.parametrize("callback", [True, False], ids=["callback", "coming-back"])
+def test_between_an_optimizer_step_and_its_callbacks(ranks: Up, tmp_path: Path, callback: bool) -> None:
+    leg = Leg(str(tmp_path), callback=callback, model=Scheduled)
+    once(travel(ranks, leg, [2, 1], [("after_optimizer_step", 13)]), 100)
+    assert state(tmp_path)["passes"][""]["batches"] == 26
 
 
 @pytest.mark.parametrize(("then", "stop", "validations"), [(3, 3, 2), (1, 5, 1)])
