@@ -254,6 +254,7 @@ class Claims:
         self._meeting_at = 0
         self._met = self._meeting = False
         self._next_scan = 0.0
+        self._ended: dict[str, int] = {}
         self._backs: dict[str, int] = {}
         self._known_attempts: set[tuple[str, int]] = set()
         self._counted = 0.0
@@ -838,7 +839,10 @@ class Claims:
             return
         if not self._backs:
             self._looking = True
-            self.asks.ask(List(self.keys.backs), self._listed_backs)
+            if self.recovery is None or self.recovery.asks_for_ends:
+                self.asks.ask(List(self.keys.backs), self._listed_backs)
+            else:
+                self.recovery.look(self._ended, now, self._looked_into)
             return
         self._looking = True
         identifier, attempt = self._backs.popitem()
@@ -852,6 +856,7 @@ class Claims:
         for parsed in map(self.keys.parse_back, answer):
             if parsed is not None and self.plan.find(parsed[0]) is not None:
                 ended[parsed[0]] = max(parsed[1], ended.get(parsed[0], 0))
+        self._ended = ended
         self._backs = {
             identifier: attempt
             for identifier, attempt in ended.items()
@@ -882,8 +887,8 @@ class Claims:
 
     def _read_back(self, identifier: str, attempt: int, answer: Answer, now: float) -> None:
         self._looking = False
-        if not isinstance(answer, bytes):
-            return  # listed, and gone: somebody cleans this prefix
+        if not isinstance(answer, bytes) or self.on_hold:
+            return  # listed, and gone: somebody cleans this prefix; or it is to be looked for later
         begin = BackRecord.decode(answer, self.keys.back(identifier, attempt)).begin
         self._known_attempts.add((identifier, attempt + 1))
         if not self.stopped and self._room > 0.0:

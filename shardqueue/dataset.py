@@ -336,6 +336,7 @@ class SharedQueueDataset(IterableDataset[Any]):
         session.admit(crew, name)
         crew.poke()
         self._source = crew
+        self._block.landed = None  # until the crew tells it
         self._block.expect(word, fresh=first and not joined.late)
         return crew
 
@@ -557,9 +558,8 @@ class SharedQueueDataset(IterableDataset[Any]):
         if keys.run != self._joined_run:  # this worker is older than the run
             data = worker.mailbox.get(keys.manifest)
             state = None if data is None else Manifest.decode(data, keys.manifest).state
-        wall, after = worker.clock.wall(), self._reclaim_after
-        manifest = new_manifest(self._plan, self.learner_id, wall, self.stage, after)
-        return Joined(keys, replace(manifest, state=state))
+        manifest = new_manifest(self._plan, self.learner_id, worker.clock.wall(), self.stage)
+        return Joined(keys, replace(manifest, state=state, reclaim_after=self._reclaim_after))
 
     def _check_worker(self, info: WorkerInfo) -> None:
         if info.num_workers > WORKERS:

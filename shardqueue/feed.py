@@ -224,6 +224,7 @@ class Feed:
         allowed = self._host.allowance(self._seat).batches
         rest = self._place.worker == TAIL
         if not (self.over or self._handed_out or rest) and allowed is None:
+            # Or it was all trained before the run.
             level = logging.WARNING if len(self._plan) else logging.INFO
             logger.log(level, "%s: nothing was left to claim in run %s", self._owner.learner, self._host.run)
         self.over = True
@@ -405,15 +406,17 @@ class Feed:
             check_joined(joined, self._plan, self._run, self._place.stage, self._place.reclaim_after)
             self._begin(joined, late=joined.late or not self._place.fresh)
             return None
-        stage, state = self._place.stage, self._host.start
-        wall, after = self._clock.wall(), self._place.reclaim_after
-        manifest = new_manifest(self._plan, self._owner.learner, wall, stage, after, state)
+        place, state = self._place, self._host.start
+        wall = self._clock.wall()
+        manifest = new_manifest(
+            self._plan, self._owner.learner, wall, place.stage, state, place.reclaim_after
+        )
         return Opening(
             *(self._plan, manifest, self._owner, self._run),
             seen=seen_here,
             random=self._random,
             pass_=self._pass,
-            stage=stage,
+            stage=place.stage,
             state=state,
         )
 

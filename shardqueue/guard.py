@@ -105,8 +105,13 @@ class Guard:
 
     def claimed(self, attempt: Attempt) -> None:
         """An attempt is ours; it may have been asked for a while ago."""
-        if self._clock.monotonic() - self._lapsed < max(self._after, UNDER_WAY):
+        if self._lapsed_lately:
             self._doubtful.add(attempt)
+
+    @property
+    def _lapsed_lately(self) -> bool:
+        """Whether there was a gap so lately that what comes may have been asked for before it."""
+        return self._clock.monotonic() - self._lapsed < max(self._after, UNDER_WAY)
 
     def released(self, attempt: Attempt) -> None:
         """An attempt is over."""
@@ -121,7 +126,7 @@ class Guard:
         key = step.pass_, step.unit, step.attempt
         if key not in self._ended:
             # In this order: the log is late until what is in hand is in doubt.
-            record = self._read(step) if self.late or key in self._doubtful else None
+            record = self._read(step) if self.late or self._lapsed_lately or key in self._doubtful else None
             if record is None or step.index < record.begin:
                 return None
             self._ended[key] = record.begin

@@ -37,6 +37,8 @@ SILENCE = 10.0
 """Seconds without a change after which a log's owner is taken for dead."""
 TAIL = "tail"
 """The worker that claims last in a pass, in the training process, where ranks step together."""
+CURRENT_PASSES = 8
+"""Passes of which a process remembers how far it is, at most: training may be interrupted by others."""
 PAGE_SPANS = 2000
 """Spans of trained batches a page holds at most."""
 
@@ -239,7 +241,7 @@ class Book:
     left: Left | None = None
     rests: bool = False
     keep: Callable[[TrainedSpan], None] = _forget
-    _current: Current | None = None
+    _currents: dict[str, Current] = field(default_factory=dict)
     _held: dict[tuple[str, str, int], None] = field(default_factory=dict)
     _handed: list[_Handed] = field(default_factory=list)
     _spans: list[TrainedSpan] = field(default_factory=list)
@@ -300,9 +302,10 @@ class Book:
         for handed in done:
             span = self._extend(handed, wall, global_step)
             self._count(handed.step)
-        if span is not None and self._current is not None:
+        if span is not None:
             span.samples += samples
-            self._current = replace(self._current, samples=self._current.samples + samples)
+            name, current = self._currents.popitem()
+            self._currents[name] = replace(current, samples=current.samples + samples)
         self.batches += len(done)
         self.samples += samples
         return [handed.step for handed in done]
@@ -356,7 +359,7 @@ class Book:
             rate=rate,
             trained=trained,
             held=[HeldClaim(*key) for key in self._held],
-            current=self._current,
+            current=next(reversed(self._currents.values()), None),
             reached=self.reached,
             every=self.every,
             left=self.left,
@@ -386,7 +389,9 @@ class Book:
         self.keep(closed)
 
     def _count(self, step: Step) -> None:
-        current = self._current
-        if current is None or current.pass_ != step.pass_:
+        current = self._currents.pop(step.pass_, None)
+        if current is None:
             current = Current(pass_=step.pass_, batches=0, samples=0, step=0)
-        self._current = replace(current, batches=current.batches + 1, step=int(step))
+        self._currents[step.pass_] = replace(current, batches=current.batches + 1, step=int(step))
+        if len(self._currents) > CURRENT_PASSES:
+            del self._currents[next(iter(self._currents))]

@@ -44,12 +44,14 @@ if TYPE_CHECKING:
     Question = tuple[Call, Callable[[Answer, float], None]]
     """A call, and what takes its answer."""
 
-READERS = 4
-"""Of many learners that wait, about so many read the logs at first."""
+READERS, DOUBLINGS = 4, 16
+"""Of many learners that wait, about so many read the logs at first; and how often that doubles until all do."""
 ROUNDS = 6
 """Looks, at least, in the time after which a silent owner is given up."""
-LOOK_SOON, LOOK_EVERY = 0.1, 2.0
+LOOK_SOON, LOOK_EVERY = 0.25, 2.0
 """Seconds between two looks: at first, and at most."""
+QUIET = 2
+"""A log that was not written for so many times as long as it should have may go on under another key."""
 AT_ONCE = 256
 """Unfinished units that are looked into at once, at most."""
 OWN_WRITES = 2
@@ -71,6 +73,8 @@ class Recovery:
 
     Attributes:
         over: every unit is trained whole.
+        asks_for_ends: it should be looked, before the next look, which attempts were ended: no log names the holder
+            of some.
         waits_for: labels of those who hold what is not, and how many units each.
         began: when it first looked; None before.
         reclaimed: attempts ended so far, as (identifier, attempt, first batch to be handed out again, learner).
@@ -90,6 +94,7 @@ class Recovery:
         random: Random,
     ) -> None:
         self.over = False
+        self.asks_for_ends = True
         self.waits_for: Counter[str] = Counter()
         self.reclaimed: list[tuple[str, int, int, str]] = []
         self._plan, self._run, self._keys, self._me = plan, run, keys, me
@@ -110,6 +115,8 @@ class Recovery:
         self._begins: dict[Attempt, int] = {}
         self._given_up: set[Attempt] = set()
         self._unanswered = 0
+        self._known: set[Attempt] = set()
+        self._lists = True
 
     # -- one look ----------------------------------------------------------------------------------------
 
@@ -124,7 +131,8 @@ class Recovery:
         self.began = now if self.began is None else self.began
         self._ended = ended
         self._done = then
-        self._ask([(List(self._run.learners), self._listed)], self._begin)
+        listing: list[Question] = [(List(self._run.learners), self._listed)]
+        self._ask_if_any(listing if self._lists else [], self._begin, now)
 
     @property
     def pause(self) -> float:
@@ -172,6 +180,8 @@ class Recovery:
         if self.over or not self._drawn(now):
             self._done(now)
             return
+        self._lists = False
+        self._known = set(self._owners)
         busy = set(self._owners.values())
         questions: list[Question] = []
         for writer, (*before, last) in self._pages.items():
@@ -189,8 +199,8 @@ class Recovery:
         """Whether it is on us to read the logs."""
         learners = len({writer[:2] for writer in self._pages})
         assert self.began is not None
-        readers: float = READERS * 2.0 ** ((now - self.began) // self._after)
-        return self._lot * learners < readers
+        rounds = int((now - self.began) // self._after)
+        return rounds > DOUBLINGS or self._lot * learners < READERS << rounds
 
     def _watch(self, writer: Writer) -> Watched:
         silence = Silence(longest=2 * self._after / ROUNDS, lapses=True)
@@ -229,7 +239,9 @@ class Recovery:
             for held in log.newest.held
             if held.pass_ == self._keys.name
         }
-        unfinished = [attempt for attempt in self._unfinished() if attempt not in self._given_up]
+        unfinished = self._unfinished()
+        self.asks_for_ends = any(a in self._given_up or a not in named for a in unfinished)
+        unfinished = [attempt for attempt in unfinished if attempt not in self._given_up]
         found = {attempt: named.get(attempt) or self._owners.get(attempt) for attempt in unfinished}
         self._owners = {attempt: writer for attempt, writer in found.items() if writer is not None}
         self._named = named.keys() & self._owners.keys()
@@ -266,14 +278,24 @@ class Recovery:
     def _judge(self, now: float) -> None:
         others = [writer[0] for writer in self._owners.values() if writer[:2] != self._me]
         self.waits_for = Counter(others)
-        why = {attempt: self._why_gone(attempt, writer) for attempt, writer in self._owners.items()}
+        # Of an owner found in this look the log was not read, or read before it may have claimed.
+        known = {attempt: writer for attempt, writer in self._owners.items() if attempt in self._known}
+        why = {attempt: self._why_gone(attempt, writer) for attempt, writer in known.items()}
         gone = {attempt: reason for attempt, reason in why.items() if reason}
+        self._lists = any(map(self._may_have_moved, set(self._owners.values())))
         questions: list[Question] = [
             (Get(self._keys.back(unit, number - 1)), partial(self._read_begin, (unit, number)))
             for unit, number in gone
             if number and (unit, number) not in self._begins
         ]
         self._ask_if_any(questions, partial(self._give_up, gone), now)
+
+    def _may_have_moved(self, writer: Writer) -> bool:
+        """Whether a log may go on under a key that we do not know."""
+        watched = self._watched.get(writer)
+        if watched is None or watched.page is None or watched.unconfirmed:
+            return True
+        return watched.silence.seconds > QUIET * (watched.page.every or self._after / (2 * QUIET))
 
     def _why_gone(self, attempt: Attempt, writer: Writer) -> str:
         watched = self._watched.get(writer)

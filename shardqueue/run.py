@@ -361,8 +361,8 @@ def new_manifest(
     opened_by: str,
     wall: float,
     stage: str = "",
-    reclaim_after: float | None = None,
     state: State | None = None,
+    reclaim_after: float | None = None,
 ) -> Manifest:
     """What to create where a run must be opened; its id is drawn anew at each call."""
     return Manifest(

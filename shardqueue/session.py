@@ -275,6 +275,9 @@ class Session:
 
     def _tracked(self, iterator: Iterator[T], steps_in: Callable[[object], list[Step]]) -> Iterator[T]:
         while True:
+            self._notice.away = False
+            if self._notice.noticed:
+                self.came_back()
             began = self.clock.monotonic()
             try:
                 item = next(iterator)
@@ -441,6 +444,8 @@ class Session:
                 self._writer.finish(farewell_by)
                 self._writer = None
             self._notice.release()
+        if error is None:
+            self._notice.leave_if_noticed()
 
     # -- for datasets ------------------------------------------------------------------------------------
 
@@ -504,7 +509,7 @@ class Session:
         """
         machine = Opening(
             plan,
-            new_manifest(plan, self.learner_id, self.clock.wall(), stage, reclaim_after, self.start),
+            new_manifest(plan, self.learner_id, self.clock.wall(), stage, self.start, reclaim_after),
             Owner(self.learner_id, self.instance),
             run,
             seen=seen_here,
@@ -698,6 +703,7 @@ class Session:
 
     def handed(self, step: Step, waited: float) -> None:
         """A batch reached the loop, which had waited for it."""
+        self._notice.away = True
         if step.pass_ in self._unbooked:
             self._passing.append(step)
             return
@@ -719,6 +725,8 @@ class Session:
         self._tell()
         if forgotten:
             _warn_stepless(len(steps))
+        self._notice.away = False
+        self._notice.leave_if_noticed()
 
     def settle(self, failed: bool, ended: bool) -> None:
         """A feed is being left, at its end or before: decide about the batches still with its consumer.
@@ -755,8 +763,8 @@ class Session:
 
     @property
     def counts_coming_back(self) -> bool:
-        """Whether coming back for the next batch makes the last one trained."""
-        return self._implicit
+        """Whether what is in hand may be trained though nobody said so, and must not be offered again."""
+        return self._implicit and self._guard is None
 
     def pages(self) -> list[LogPage]:
         """The log's pages that have to be written now, the current one last."""

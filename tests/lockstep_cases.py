@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 from shardqueue import Session, SharedQueueDataset, Unit, agreement, lockstep, open_mailbox, unit_grid
 from shardqueue.errors import MailboxUnavailableError, ShardQueueWarning
 from shardqueue.mailbox.faults import Outage, Wrapper
+from shardqueue.records import RunKeys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -314,17 +315,20 @@ def stopping(rank: int, mailbox: str, how: str, at: int) -> list[Epoch]:
 def outside(
     rank: int, mailbox: str, workers: int, context: str, track: bool, independent: bool
 ) -> list[Value]:
-    """A plain DataLoader in a group of ranks."""
+    """A plain DataLoader in a group of ranks; none is done before all have joined."""
     joined(rank)
+    everybody = distributed.get_world_size() if independent else 0
     units, _ = plan("equal", 22)
     name = f"rank-{rank}"
     dataset = SharedQueueDataset(units, mailbox, load, name, independent=independent)
     loader = loader_of(dataset, Case(workers=workers, context=context))
     got: list[Value] = []
     session = Session(mailbox, name) if track else None
+    box = open_mailbox(mailbox)
     with letting_go(), session or nullcontext():
         for _, batch in session.track(loader) if session else loader:
             got.append((int(batch[0]), int(batch[1])))
+            until(lambda: len({key.split("/")[1] for key in box.list(RunKeys("1").learners)}) >= everybody)
             if session:
                 session.step(samples=1)
     del loader

@@ -176,7 +176,7 @@ def take(rank: int, stint: Stint, session: Session) -> dict[str, Any]:
 
 def killed_later(rank: int, folder: str, batches: int, more: int) -> None:
     """Learner "a" takes its state after so many batches, trains and logs some more, and is killed."""
-    units, values = unit_grid(12, 4, 3, taper=False), []
+    units, values = unit_grid(40, 4, 3, taper=False), []
     session = Session(f"{folder}/queue", "a", log_every=1.0)
     with session, shared_queue(units, f"{folder}/queue", "a", pairs, 2, reclaim_after=6.0) as queue:
         for number, (_, value) in enumerate(queue, 1):

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardqueue.block import WORDS, Block, Doing, Message, Pipe, Told, iteration_key, pass_name, pass_of
+from shardqueue.block import WORDS, Block, Doing, Message, Pipe, Told, iteration_key, pass_of
+from shardqueue.records import pass_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable

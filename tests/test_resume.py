@@ -182,7 +182,8 @@ def test_independent_learners_go_on_with_two_then_three_then_one(
 
 # -- which run, and what of it ------------------------------------------------------------------------------
 
-UNITS = unit_grid(12, 4, 3, taper=False)
+UNITS = unit_grid(40, 4, 3, taper=False)
+"""120 batches: more than one learner claims before another one has begun."""
 
 
 class Learner:
@@ -255,9 +256,9 @@ def test_who_loads_equal_states_joins_one_run_and_who_comes_late_needs_none(memo
             told = [*values, *b.values, *c.values, *late.values]
             union = State.union([State.of(one.session.state_dict()) for one in (b, c, late)])
     assert Counter(told) == EVERYTHING
-    assert union.passes[""].batches == 36
+    assert union.passes[""].batches == 120
     assert union.passes[""].before == 14
-    assert list(union.passes[""].whole.spans()) == [(0, 9)]
+    assert list(union.passes[""].whole.spans()) == [(0, 30)]
 
 
 def test_a_learner_goes_on_in_the_run_in_which_its_state_was_taken(memory: Mailbox) -> None:
@@ -270,7 +271,7 @@ def test_a_learner_goes_on_in_the_run_in_which_its_state_was_taken(memory: Mailb
             assert (stays.session.run, b.session.run) == ("1", "1")
             union = State.union([State.of(one.session.state_dict()) for one in (b, stays)])
         assert Counter([*values, *b.values, *stays.values]) == EVERYTHING
-    assert union.passes[""].batches == 36
+    assert union.passes[""].batches == 120
 
 
 def test_a_run_that_goes_on_has_nothing_to_do_with_the_state(memory: Mailbox) -> None:
@@ -363,9 +364,9 @@ def test_a_named_run_is_opened_and_joined_and_refused(memory: Mailbox) -> None:
 
 def test_a_state_of_another_plan_is_refused(memory: Mailbox) -> None:
     _, state = broken_off(memory)
-    text = r"(?s)another plan: unit_grid\(steps=12.*this learner has unit_grid\(steps=13"
+    text = r"(?s)another plan: unit_grid\(steps=40.*this learner has unit_grid\(steps=41"
     with (
-        Learner(memory, "b", state, units=unit_grid(13, 4, 3)) as b,
+        Learner(memory, "b", state, units=unit_grid(41, 4, 3)) as b,
         pytest.raises(PlanMismatchError, match=text),
     ):
         b.train(1)
@@ -375,7 +376,7 @@ def test_a_state_of_another_plan_is_refused(memory: Mailbox) -> None:
 def test_nothing_left_ends_at_once_and_claims_nothing(
     memory: Mailbox, caplog: pytest.LogCaptureFixture
 ) -> None:
-    values, state = broken_off(memory, 36)
+    values, state = broken_off(memory, 120)
     with Learner(memory, "b", state) as b:
         assert b.train() == []
         assert b.session.run == "2"
@@ -398,7 +399,7 @@ def test_a_state_is_loaded_before_the_run(memory: Mailbox) -> None:
         for _ in queue:
             session.step()
     told = State.of(session.state_dict())
-    assert (told.passes[""].batches, told.run) == (36, "2")
+    assert (told.passes[""].batches, told.run) == (120, "2")
 
 
 def test_a_signal_handler_takes_the_state_wherever_the_loop_is(memory: Mailbox) -> None:
@@ -433,7 +434,7 @@ def test_the_log_is_written_before_the_state_is_told(memory: Mailbox) -> None:
 # -- who is gone --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("more", [0, 3, 9])
+@pytest.mark.parametrize("more", [pytest.param(0, marks=pytest.mark.full), 3, 9])
 def test_what_was_trained_after_the_state_is_trained_again(ranks: Up, more: int, tmp_path: Path) -> None:
     """A learner that was killed comes back with its state into the run in which another one goes on."""
     folder = open_mailbox(str(tmp_path / "queue"))
@@ -449,7 +450,7 @@ def test_what_was_trained_after_the_state_is_trained_again(ranks: Up, more: int,
         union = State.union([State.of(again.session.state_dict()), State.of(stays.session.state_dict())])
     values = [*map(tuple, told["values"]), *again.values, *stays.values]
     assert Counter(values) == EVERYTHING
-    assert union.passes[""].batches == 36
+    assert union.passes[""].batches == 120
 
 
 def test_what_was_given_back_after_the_state_is_said_to_be_lost(
@@ -517,9 +518,9 @@ def test_workers_that_are_older_than_the_run(tmp_path: Path) -> None:
 
 def test_an_epoch_that_was_trained_whole_is_over_at_once(tmp_path: Path) -> None:
     """With `set_epoch`; without it, the epochs go on behind it."""
-    values, state = broken_off(open_mailbox(str(tmp_path)), 36)
+    values, state = broken_off(open_mailbox(str(tmp_path)), 120)
     assert Counter(values) == EVERYTHING
-    for set_epoch, expected in ((True, [0, 36]), (False, [36, 36])):
+    for set_epoch, expected in ((True, [0, 120]), (False, [120, 120])):
         dataset = SharedQueueDataset(UNITS, str(tmp_path), pairs, "a")
         loader = DataLoader(dataset, batch_size=None)
         counts = []

@@ -287,3 +287,53 @@ class TestFaultsOfTheDriver:
     def test_an_outage_while_leaving(self) -> None:
         mailbox = LostResponse(MemoryMailbox(), when=lambda verb, key: key.startswith("back/"))
         simulate(unit_grid(80, 10, 1, False), [Node(), Node(leaves=5.5)], latency=0.05, mailbox=mailbox)
+
+
+# -- giving up the silent ----------------------------------------------------------------------------------
+
+
+class TestReclaiming:
+    """What a node held that died is trained all the same, where that is asked for."""
+
+    units = unit_grid(400, 10, 1)
+
+    @pytest.mark.parametrize("after", [6.0, 30.0])
+    @pytest.mark.parametrize("dies", [0.02, 3.0, 11.0, 17.0])
+    def test_all_is_trained_though_a_node_dies(self, after: float, dies: float) -> None:
+        nodes = [Node(1.0), Node(0.5, dies=dies), Node(0.5)]
+        found = simulate(
+            self.units, nodes, batch_seconds=0.1, latency=0.03, reclaim_after=after, log_every=after / 3
+        )
+        assert not found.errors
+        assert len(found.trained) == 400
+        # What the dead one trained since its last log, and the batch that was running.
+        since = after / 3 + 0.2
+        assert found.trained.total() - 400 <= since * 0.5 / 0.1 + 1
+
+    def test_nothing_is_trained_twice_while_all_live(self) -> None:
+        three = [Node(1.0), Node(0.5), Node(0.25)]
+        found = simulate(self.units, three, batch_seconds=0.1, latency=0.5, reclaim_after=3.0, log_every=1.0)
+        assert set(found.trained.values()) == {1}
+        assert len(found.trained) == 400
+
+    def test_who_dies_last_is_not_waited_for_where_nobody_asked(self) -> None:
+        nodes = [Node(1.0), Node(0.5, dies=11.0), Node(0.5)]
+        found = simulate(self.units, nodes, batch_seconds=0.1, latency=0.03)
+        assert len(found.trained) < 400
+
+    def test_of_many_that_wait_a_few_read_the_logs(self) -> None:
+        """All of them reading all logs would cost more requests than claiming."""
+        nodes = [Node(1.0)] * 48
+        asked = {
+            after: simulate(
+                unit_grid(9600, 10, 1), nodes, batch_seconds=0.1, latency=0.03, reclaim_after=after
+            )
+            for after in (None, 60.0)
+        }
+        assert all(len(found.trained) == 9600 for found in asked.values())
+        more = asked[60.0].requests["Get"] - asked[None].requests["Get"]
+        assert 48 <= more < 48 * 47 / 2
+
+    def test_a_node_that_pauses_for_ever_is_refused(self) -> None:
+        with pytest.raises(InvalidInputError, match="reclaim_after"):
+            simulate(self.units, [Node(1.0), Node(1.0, changes=((1.0, 0.0),))], reclaim_after=60.0)

@@ -436,7 +436,7 @@ def simulate(
     for name, seconds in (("batch_seconds", batch_seconds), ("log_every", log_every)):
         if not seconds > 0:
             raise InvalidInputError(name, seconds, "more than 0", "pass 1.0")
-    if reclaim_after is not None and any(node.finish(node.joins, 1.0) == float("inf") for node in nodes):
+    if reclaim_after is not None and any(node.finish(node.joins, 1e300) == float("inf") for node in nodes):
         bound = "None with a node that pauses for ever: all others would wait for it"
         raise InvalidInputError("reclaim_after", reclaim_after, bound, "let it die instead")
     plan = Plan(units)

@@ -1,0 +1,264 @@
+"""What the mailbox shows of its runs at one moment: manifests, each process's newest log page, notes, and `back/`.
+
+A look is a listing of `runs/`, one of the run's `learners/`, a reading a process, and a page of a listing of `back/`
+for each pass that somebody is in. An `Observer` that looks again also sees which logs have changed since, which no
+clock can tell. Whatever is under the prefix and is not ours is an error that says what it is.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from functools import partial
+from operator import eq
+from typing import TYPE_CHECKING
+
+from shardqueue.callers import Callers
+from shardqueue.clean.ownership import others, place
+from shardqueue.errors import InvalidInputError, RecordError, RunError
+from shardqueue.learner import seen_here
+from shardqueue.logreader import READERS, LogReader
+from shardqueue.records import PROTOCOL, RUNS, Manifest, RunKeys
+from shardqueue.watching import Silence
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable
+
+    from shardqueue.clock import Clock
+    from shardqueue.ledger import Ledger
+    from shardqueue.mailbox import Mailbox
+    from shardqueue.records import LogPage, Process
+
+BACKS = 1000
+"""Keys of `back/` that are listed of a pass, at most: one request's worth."""
+OTHER_RUNS = 4
+"""Other runs whose logs are read too, at most: the ones opened last."""
+_STRANGERS, _NAMED = 1000, 3
+
+_PASS = re.compile("([a-z]+[0-9]+)?")
+
+_Key = tuple[str, str, str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """What was seen of one process.
+
+    Attributes:
+        page: the newest of its log.
+        here: whether it is seen on this machine, None when it belongs to another.
+        changed: whether its log was seen to change.
+        silent: seconds for which it was looked at, and its log did not change.
+    """
+
+    page: LogPage
+    here: bool | None
+    changed: bool = False
+    silent: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """One run as it was found.
+
+    Attributes:
+        run: its name.
+        manifest: what it was opened with.
+        wall: when it was looked at, in wall-clock seconds.
+        sightings: one of each process that keeps a log.
+        unreadable: what is wrong with each log that cannot be read.
+        whole: passes of which some learner noted that every unit is trained.
+        backs: attempts that were ended, in the passes somebody is in.
+        more_backs: whether there are more than were counted.
+    """
+
+    run: str
+    manifest: Manifest
+    wall: float
+    sightings: tuple[Sighting, ...]
+    unreadable: tuple[str, ...] = ()
+    whole: frozenset[str] = frozenset()
+    backs: int = 0
+    more_backs: bool = False
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What earlier looks saw of a process."""
+
+    written: tuple[int, int]
+    silence: Silence = field(default_factory=Silence)
+    changed: bool = False
+
+
+class Observer:
+    """Looks at one run again and again, and writes nothing.
+
+    Args:
+        mailbox: where it lies.
+        run: its name, None for the one that was opened last, which may be another one at each look.
+        clock: measures silence, and dates what is seen.
+        seen: tells whether a process is seen on this machine.
+
+    Attributes:
+        others: the other runs at the prefix, newest first, `OTHER_RUNS` at most, as they were at the first look.
+        unread: the other runs whose logs were not read.
+        strange: what is wrong with each manifest that cannot be read.
+    """
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        run: str | None,
+        clock: Clock,
+        seen: Callable[[Process], bool | None] = seen_here,
+    ) -> None:
+        self.others: list[Observation] = []
+        self.unread: list[str] = []
+        self.strange: dict[str, str] = {}
+        self._mailbox, self._wanted, self._clock, self._seen_here = mailbox, run, clock, seen
+        self._manifests: dict[str, Manifest] = {}
+        self._seen: dict[_Key, _Seen] = {}
+        self._looked = False
+
+    def look(self) -> Observation | None:
+        """What is there now; None for nothing at all.
+
+        Raises:
+            InvalidInputError: there is no run of the name that was asked for.
+            RunError: there is something, and no run; or a run of another version of the protocol.
+            RecordError: what should be a manifest is none.
+            MailboxError: the mailbox cannot be read, or did not answer.
+        """
+        names = [name for key in self._mailbox.list(RUNS) if (name := _run(key)) is not None]
+        self._read_manifests(names)
+        if self._wanted is not None and self._wanted not in names:
+            bound = f"a run under this prefix ({', '.join(sorted(names)) or 'there is none'})"
+            raise InvalidInputError("run", self._wanted, bound, "name one of them, or none")
+        if not names:
+            self._say_what_is_there()
+            return None
+        newest_first = sorted(
+            self._manifests, key=lambda name: (self._manifests[name].wall, name), reverse=True
+        )
+        chosen = self._wanted or next(iter(newest_first), names[0])
+        if chosen in self.strange:
+            raise RecordError(self.strange[chosen])
+        if not self._looked:
+            rest = [name for name in newest_first if name != chosen]
+            self.others = [self._observe(name, with_backs=False) for name in rest[:OTHER_RUNS]]
+            self.unread = rest[OTHER_RUNS:]
+            self._looked = True
+        return self._observe(chosen)
+
+    def lost_sight(self) -> None:
+        """The mailbox did not answer: silence begins anew, for learners may have been kept from writing just so."""
+        for seen in self._seen.values():
+            seen.silence.restart()
+            seen.changed = False
+
+    def _read_manifests(self, names: Collection[str]) -> None:
+        """Those that are not known yet; a manifest does not change."""
+        for gone in self._manifests.keys() - names:
+            del self._manifests[gone]
+        new = [name for name in names if name not in self._manifests]
+        with Callers(READERS, "shardqueue-status") as pool:
+            readings = [pool.submit(self._mailbox.get, RunKeys(name).manifest) for name in new]
+            bodies = [reading.result() for reading in readings]
+        self.strange = {}
+        for name, body in zip(new, bodies, strict=True):
+            if body is None:  # listed, and gone: somebody cleans this prefix
+                continue
+            key = RunKeys(name).manifest
+            try:
+                manifest = Manifest.decode(body, key)
+            except RecordError as error:
+                self.strange[name] = str(error)
+                continue
+            if manifest.protocol == PROTOCOL:
+                self._manifests[name] = manifest
+            else:
+                self.strange[name] = (
+                    f"{key} speaks protocol {manifest.protocol}, this version {PROTOCOL}; look at it with the "
+                    "version of shardqueue that opened it"
+                )
+
+    def _observe(self, run: str, with_backs: bool = True) -> Observation:
+        keys = RunKeys(run)
+        listed = self._mailbox.list(keys.learners)
+        ledger, unreadable = self._newest_pages(keys, listed)
+        sightings = tuple(
+            self._sighting((run, *process), log.newest) for process, log in sorted(ledger.logs.items())
+        )
+        whole = frozenset(note[2] for key in listed if (note := keys.parse_whole(key)) is not None)
+        passes = {one.page.current.pass_ for one in sightings if with_backs and one.page.current is not None}
+        backs = [keys.pass_keys(name).backs for name in sorted(passes) if _PASS.fullmatch(name)]
+        counts = [len(self._mailbox.list(prefix, "", BACKS)) for prefix in backs]
+        return Observation(
+            run,
+            self._manifests[run],
+            self._clock.wall(),
+            sightings,
+            unreadable,
+            whole,
+            backs=sum(counts),
+            more_backs=BACKS in counts,
+        )
+
+    def _newest_pages(self, keys: RunKeys, listed: Collection[str]) -> tuple[Ledger, tuple[str, ...]]:
+        """Each process's newest page. One that cannot be read costs a second reading of all, one by one."""
+        reader = LogReader(self._mailbox, keys)
+        try:
+            return reader.read(listed=listed, newest_only=True), ()
+        except RecordError:
+            wrong = []
+        processes = {log[:3] for key in listed if (log := keys.parse_log(key)) is not None}
+        for process in sorted(processes):
+            try:
+                reader.read(which=partial(eq, process), listed=listed, newest_only=True)
+            except RecordError as error:
+                wrong.append(str(error))
+        return reader.ledger, tuple(wrong)
+
+    def _sighting(self, key: _Key, page: LogPage) -> Sighting:
+        now, written = self._clock.monotonic(), (page.page, page.write)
+        seen = self._seen.setdefault(key, _Seen(written))
+        if seen.written == written:
+            seen.silence.looked(now)
+        else:
+            seen.silence.restart(now)
+            seen.written, seen.changed = written, True
+        return Sighting(page, self._seen_here(page.where), seen.changed, seen.silence.seconds)
+
+    def _say_what_is_there(self) -> None:
+        """Raise if anything is."""
+        keys = self._mailbox.list("", "", _STRANGERS)
+        if not keys:
+            return
+        within = sorted(others(keys))
+        if within:
+            raise RunError(
+                f"no run is here, but a mailbox within it, at {_few(within)}; add that to the URL after a slash"
+            )
+        ours = [key for key in keys if place(key) is not None]
+        if not ours:
+            raise RunError(
+                f"no run is here, and what is here is not ours ({_few(keys)}); give the prefix that the learners have"
+            )
+        if not any(map(_run, self._mailbox.list(RUNS))):  # else it was opened just now
+            raise RunError(
+                f"no run is here, but what reads like one without its manifest ({_few(ours)}): that was removed, or "
+                "this is not ours; `shardqueue clean` says more"
+            )
+
+
+def _run(key: str) -> str | None:
+    """The run whose manifest a key is, or None."""
+    found = place(key)
+    return found[0] if found is not None and found[1] == "manifest" else None
+
+
+def _few(keys: Iterable[str]) -> str:
+    first, *rest = list(keys)[: _NAMED + 1]
+    more = ", ..." if len(rest) == _NAMED else ""
+    return f"{', '.join(repr(key) for key in (first, *rest[: _NAMED - 1]))}{more}"
