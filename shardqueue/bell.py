@@ -30,3 +30,7 @@ class Bell:
         # In turns, because a signal that comes just before a call into the lock is only seen after it.
         while not self._silent.acquire(timeout=TURN):
             pass
+
+    def wait_for(self, seconds: float) -> bool:
+        """Wait for a ring, at most so long; return whether it rang."""
+        return self._silent.acquire(timeout=seconds)

@@ -12,6 +12,7 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Protocol
 
+from shardqueue.bell import Bell
 from shardqueue.errors import MailboxUnavailableError
 from shardqueue.learner import log_pauses
 
@@ -58,6 +59,7 @@ class LogWriter:
         self._author, self._mailbox, self._keys = author, mailbox, keys
         self._every, self._clock = every, clock
         self.landed = clock.monotonic()
+        self._stirred = Bell()
         self._requests: SimpleQueue[threading.Event] = SimpleQueue()
         self._leave_by: float | None = None
         self._thread = threading.Thread(target=self._work, name="shardqueue-log", daemon=True)
@@ -78,11 +80,13 @@ class LogWriter:
     def wake(self) -> None:
         """Write now: somebody waits for it."""
         self._requests.put(threading.Event())
+        self._stirred.ring()
 
     def write_now(self, within: float) -> bool:
         """Write at once; return whether that was tried `within` so many seconds. A signal handler may call it."""
         tried = threading.Event()
         self._requests.put(tried)
+        self._stirred.ring()
         return tried.wait(within)
 
     def finish(self, by: float) -> None:
@@ -110,8 +114,8 @@ class LogWriter:
     def _wait(self, seconds: float) -> list[threading.Event]:
         """Until somebody asks for a write, or it is time for one; return whom to tell."""
         asked: list[threading.Event] = []
+        self._stirred.wait_for(seconds)  # a SimpleQueue's own timeout may become "for ever" after a pause
         with suppress(Empty):
-            asked.append(self._requests.get(timeout=seconds))
             while True:
                 asked.append(self._requests.get_nowait())
         return asked

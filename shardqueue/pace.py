@@ -26,6 +26,10 @@ CLOSE = 1e-6
 """Seconds that make no difference."""
 
 
+LONGEST = 8.0
+"""How much longer than before a batch may count to take."""
+
+
 class Pace:
     """Moving estimates: seconds a batch, seconds a claim, batches in hand.
 
@@ -83,6 +87,8 @@ class Pace:
         """The consumer came back for the next batch: the running one took until now."""
         if self.started is not None and not self.observed:
             took = now - self.started
+            if self._batch is not None:  # a pause of the process is not the time of a batch
+                took = min(took, LONGEST * self._batch)
             self._batch = took if self._batch is None else self._batch + RECENT * (took - self._batch)
             self.started = None
             self._grade_by(self.batch(now))

@@ -36,7 +36,8 @@ class Stint:
     Attributes:
         shape, total: of the plan, see `lockstep_cases.plan`; "units of 20" are 3 lanes in units of 20 batches.
         steps: after which the checkpoint is taken and the job ends; None for the end of the pass.
-        when: in the last step, where in the loop's body the state is taken: "before" or "after" `session.step`.
+        when: in the last step, where in the loop's body the state is taken: "before" or "after" `session.step`; or
+            "ahead": by rank 0, before it, when the other ranks are past it and have logged so.
         alone: only rank 0 takes the state.
         workers, context, persistent: of the loader.
         epochs: passes to be trained; the checkpoint is taken in the first, or after the last.
@@ -103,6 +104,14 @@ def in_step(rank: int, stint: Stint, mailbox: str, states: list[dict[str, Any]])
                 if last and stint.when == "before":
                     told.state = take(rank, stint, session)
                     break
+                if last and stint.when == "ahead":
+                    if rank:
+                        session.step(samples=1)
+                        session.flush_log()
+                    distributed.barrier()
+                    told.state = {} if rank else session.state_dict()
+                    distributed.barrier()
+                    break
                 if fresh:
                     told.add(step, batch)
                 distributed.all_reduce(torch.zeros(1))  # as a synchronous job does: nobody is a step ahead
@@ -110,7 +119,7 @@ def in_step(rank: int, stint: Stint, mailbox: str, states: list[dict[str, Any]])
                 if last:
                     told.state = take(rank, stint, session)
                     break
-        told.state = told.state or take(rank, stint, session)
+        told.state = told.state or ({} if stint.when == "ahead" else take(rank, stint, session))
         distributed.barrier()
     end_workers(loader)
     return told
@@ -167,7 +176,7 @@ def take(rank: int, stint: Stint, session: Session) -> dict[str, Any]:
 
 def killed_later(rank: int, folder: str, batches: int, more: int) -> None:
     """Learner "a" takes its state after so many batches, trains and logs some more, and is killed."""
-    units, values = unit_grid(12, 4, 3, taper=False), []
+    units, values = unit_grid(40, 4, 3, taper=False), []
     session = Session(f"{folder}/queue", "a", log_every=1.0)
     with session, shared_queue(units, f"{folder}/queue", "a", pairs, 2, reclaim_after=6.0) as queue:
         for number, (_, value) in enumerate(queue, 1):

@@ -31,21 +31,11 @@ from zlib import crc32
 
 import numpy as np
 import pytest
+from claims_world import PLANS, Flight, Learner, Rules, Scenario, ViolationError, World
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_claims_model import MUTANTS as CLAIM_MUTANTS
-from test_claims_model import (
-    PLANS,
-    Flight,
-    Learner,
-    Rules,
-    Scenario,
-    Unread,
-    ViolationError,
-    World,
-    scenarios,
-    seeds,
-)
+from test_claims_model import Unread, scenarios, seeds
 
 from shardqueue import shared_queue, unit_grid
 from shardqueue.errors import MailboxError, MailboxUnavailableError

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 from unittest.mock import patch
 
 import pytest
-from learners import Task, last_page, together, until
+from learners import Gate, Task, last_page, together, until
 from learners import load as pairs
 from lockstep_cases import load
 from resume_cases import (
@@ -34,11 +34,13 @@ from shardqueue import Session, SharedQueueDataset, open_mailbox, shared_queue, 
 from shardqueue import session as session_module
 from shardqueue.errors import ClosedError, PlanMismatchError, StateMismatchError
 from shardqueue.mailbox.memory import MemoryMailbox
+from shardqueue.plan import Plan
 from shardqueue.records import Manifest, RunKeys
+from shardqueue.run import new_manifest
 from shardqueue.state import State
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from ranks import Ranks
@@ -81,6 +83,22 @@ def test_ranks_in_step_go_on_with_two_then_three_then_one(
     progress = [step for job in told for step in job[0].progress]
     assert progress == sorted(progress)
     assert progress[-1] == 79
+
+
+def test_ranks_in_step_stop_again_and_again_in_the_same_units(ranks: Up, tmp_path: Path) -> None:
+    """So that of what was left of a unit a part is left."""
+    stint = Stint()
+    stops = [(2, 33), (3, 2), (2, 1), (3, 2), (2, 30)]
+    told = chain(
+        ranks, tmp_path, [*((size, replace(stint, steps=steps)) for size, steps in stops), (1, stint)]
+    )
+    assert values(told) == whole(stint)
+
+
+def test_what_others_trained_after_the_step_is_not_in_the_state(ranks: Up, tmp_path: Path) -> None:
+    stint = Stint()
+    told = chain(ranks, tmp_path, [(3, replace(stint, steps=17, when="ahead")), (2, stint)])
+    assert values(told) == whole(stint)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +182,8 @@ def test_independent_learners_go_on_with_two_then_three_then_one(
 
 # -- which run, and what of it ------------------------------------------------------------------------------
 
-UNITS = unit_grid(12, 4, 3, taper=False)
+UNITS = unit_grid(40, 4, 3, taper=False)
+"""120 batches: more than one learner claims before another one has begun."""
 
 
 class Learner:
@@ -237,9 +256,9 @@ def test_who_loads_equal_states_joins_one_run_and_who_comes_late_needs_none(memo
             told = [*values, *b.values, *c.values, *late.values]
             union = State.union([State.of(one.session.state_dict()) for one in (b, c, late)])
     assert Counter(told) == EVERYTHING
-    assert union.passes[""].batches == 36
+    assert union.passes[""].batches == 120
     assert union.passes[""].before == 14
-    assert list(union.passes[""].whole.spans()) == [(0, 9)]
+    assert list(union.passes[""].whole.spans()) == [(0, 30)]
 
 
 def test_a_learner_goes_on_in_the_run_in_which_its_state_was_taken(memory: Mailbox) -> None:
@@ -252,7 +271,7 @@ def test_a_learner_goes_on_in_the_run_in_which_its_state_was_taken(memory: Mailb
             assert (stays.session.run, b.session.run) == ("1", "1")
             union = State.union([State.of(one.session.state_dict()) for one in (b, stays)])
         assert Counter([*values, *b.values, *stays.values]) == EVERYTHING
-    assert union.passes[""].batches == 36
+    assert union.passes[""].batches == 120
 
 
 def test_a_run_that_goes_on_has_nothing_to_do_with_the_state(memory: Mailbox) -> None:
@@ -290,6 +309,29 @@ def test_of_two_that_begin_at_once_with_different_states_one_is_refused(memory: 
     assert sorted(runs) == ["", "2"]
 
 
+def test_a_run_just_opened_from_another_state_may_have_learners_soon(memory: Mailbox) -> None:
+    """Its manifest is there, and no log yet."""
+    with Learner(memory, "a") as a:
+        states = [a.session.state_dict() for batches in (10, 4) if a.train(batches)]
+    opened = new_manifest(Plan(UNITS), "b", 0.0, state=State.of(states[0]))
+    memory.put_if_absent(RunKeys("2").manifest, opened.encode())
+
+    gate = Gate(memory, lambda verb, key: verb == "get" and key == RunKeys("2").manifest)
+
+    def refused() -> None:
+        with Learner(gate, "c", states[1]) as c, pytest.raises(StateMismatchError):
+            c.train(1)
+
+    task = Task(refused)
+    assert gate.reached.wait(40)
+    gate.open()
+    with Learner(memory, "b", states[0]) as b:
+        b.train(1)
+        task.result()
+        b.train()
+        assert b.session.run == "2"
+
+
 def test_a_finished_run_is_followed_by_one_that_goes_on_from_the_state(memory: Mailbox) -> None:
     """Somebody finished run 1 after the checkpoint; the model of that is lost."""
     with Learner(memory, "a") as a:
@@ -322,9 +364,9 @@ def test_a_named_run_is_opened_and_joined_and_refused(memory: Mailbox) -> None:
 
 def test_a_state_of_another_plan_is_refused(memory: Mailbox) -> None:
     _, state = broken_off(memory)
-    text = r"(?s)another plan: unit_grid\(steps=12.*this learner has unit_grid\(steps=13"
+    text = r"(?s)another plan: unit_grid\(steps=40.*this learner has unit_grid\(steps=41"
     with (
-        Learner(memory, "b", state, units=unit_grid(13, 4, 3)) as b,
+        Learner(memory, "b", state, units=unit_grid(41, 4, 3)) as b,
         pytest.raises(PlanMismatchError, match=text),
     ):
         b.train(1)
@@ -334,7 +376,7 @@ def test_a_state_of_another_plan_is_refused(memory: Mailbox) -> None:
 def test_nothing_left_ends_at_once_and_claims_nothing(
     memory: Mailbox, caplog: pytest.LogCaptureFixture
 ) -> None:
-    values, state = broken_off(memory, 36)
+    values, state = broken_off(memory, 120)
     with Learner(memory, "b", state) as b:
         assert b.train() == []
         assert b.session.run == "2"
@@ -357,7 +399,7 @@ def test_a_state_is_loaded_before_the_run(memory: Mailbox) -> None:
         for _ in queue:
             session.step()
     told = State.of(session.state_dict())
-    assert (told.passes[""].batches, told.run) == (36, "2")
+    assert (told.passes[""].batches, told.run) == (120, "2")
 
 
 def test_a_signal_handler_takes_the_state_wherever_the_loop_is(memory: Mailbox) -> None:
@@ -392,7 +434,7 @@ def test_the_log_is_written_before_the_state_is_told(memory: Mailbox) -> None:
 # -- who is gone --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("more", [0, 3, 9])
+@pytest.mark.parametrize("more", [pytest.param(0, marks=pytest.mark.full), 3, 9])
 def test_what_was_trained_after_the_state_is_trained_again(ranks: Up, more: int, tmp_path: Path) -> None:
     """A learner that was killed comes back with its state into the run in which another one goes on."""
     folder = open_mailbox(str(tmp_path / "queue"))
@@ -408,7 +450,7 @@ def test_what_was_trained_after_the_state_is_trained_again(ranks: Up, more: int,
         union = State.union([State.of(again.session.state_dict()), State.of(stays.session.state_dict())])
     values = [*map(tuple, told["values"]), *again.values, *stays.values]
     assert Counter(values) == EVERYTHING
-    assert union.passes[""].batches == 36
+    assert union.passes[""].batches == 120
 
 
 def test_what_was_given_back_after_the_state_is_said_to_be_lost(
@@ -476,9 +518,9 @@ def test_workers_that_are_older_than_the_run(tmp_path: Path) -> None:
 
 def test_an_epoch_that_was_trained_whole_is_over_at_once(tmp_path: Path) -> None:
     """With `set_epoch`; without it, the epochs go on behind it."""
-    values, state = broken_off(open_mailbox(str(tmp_path)), 36)
+    values, state = broken_off(open_mailbox(str(tmp_path)), 120)
     assert Counter(values) == EVERYTHING
-    for set_epoch, expected in ((True, [0, 36]), (False, [36, 36])):
+    for set_epoch, expected in ((True, [0, 120]), (False, [120, 120])):
         dataset = SharedQueueDataset(UNITS, str(tmp_path), pairs, "a")
         loader = DataLoader(dataset, batch_size=None)
         counts = []
@@ -487,5 +529,30 @@ def test_an_epoch_that_was_trained_whole_is_over_at_once(tmp_path: Path) -> None
             for epoch in range(2):
                 if set_epoch:
                     dataset.set_epoch(epoch)
-                counts.append(sum(session.step() is None for _ in session.track(loader)))
+                counts.append(sum(1 for _ in stepping(session, loader)))
         assert counts == expected
+
+
+def stepping(session: Session, loader: Any) -> Iterator[Any]:
+    """The items of a loader, each trained before the next one."""
+    for item in session.track(loader):
+        yield item
+        session.step(samples=1)
+
+
+def test_what_workers_hold_in_a_run_that_goes_on_is_given_back_to_others(tmp_path: Path) -> None:
+    """One learner leaves it early, in the middle of units that were trained in part before; another takes over."""
+    values, state = broken_off(open_mailbox(str(tmp_path)), 6)
+    for most in (9, None):
+        dataset = SharedQueueDataset(UNITS, str(tmp_path), pairs, "a", run="2")
+        loader = DataLoader(dataset, batch_size=None, num_workers=2)
+        with Session(str(tmp_path), "a") as session:
+            if most:
+                session.load_state_dict(state)
+            for number, (_, value) in enumerate(session.track(loader), 1):
+                values.append(tuple(value))
+                session.step(samples=1)
+                if number == most:
+                    break
+            assert session.run == "2"
+    assert Counter(values) == EVERYTHING

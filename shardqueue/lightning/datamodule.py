@@ -39,7 +39,6 @@ from shardqueue.lightning.restart import Restart
 from shardqueue.lightning.sources import STAGES, Sources, Stage, StageFeed
 from shardqueue.lightning.stay import Stay
 from shardqueue.lockstep import check_alike, shares
-from shardqueue.run import check_state
 from shardqueue.state import State
 
 if TYPE_CHECKING:
@@ -225,10 +224,9 @@ class SharedQueueDataModule(LightningDataModule):
             dist.all_gather_object(said, {**self._alike(), "even_evaluation": self._even_evaluation})
             check_alike(said)
 
-    def teardown(self, stage: str) -> None:
+    def teardown(self, stage: str) -> None:  # noqa: ARG002
         """Leave the run."""
         self._end(None)
-        self._spent |= stage == "fit"
 
     def on_exception(self, exception: BaseException) -> None:
         """Leave the run, and say who is gone if that is why."""
@@ -241,7 +239,8 @@ class SharedQueueDataModule(LightningDataModule):
         """
         if self._trained is None:
             return self._start
-        self._settle()
+        if self.session is self._trained:
+            self._settle()
         if self._trainer.is_global_zero:
             return self._trained.state_dict()
         self._trained.flush_log()
@@ -256,7 +255,7 @@ class SharedQueueDataModule(LightningDataModule):
         if self.trainer is not None and self.trainer.state.fn != "fit":
             return
         State.of(dict(state_dict))
-        self._start, self._spent = dict(state_dict), False
+        self._start, self._spent, self._trained = dict(state_dict), False, None
         self._follow_restart()
 
     def _follow_restart(self) -> None:
@@ -267,6 +266,7 @@ class SharedQueueDataModule(LightningDataModule):
             trainer.callbacks = [Restart(self), *others] if self._start else others
 
     def _end(self, error: BaseException | None) -> None:
+        self._spent |= self.trainer is not None and self.trainer.state.fn == "fit"
         self.place = None
         self._going.clear()
         self._epochs.clear()
@@ -311,7 +311,6 @@ class SharedQueueDataModule(LightningDataModule):
         average_counts_exactly(self._trainer.strategy)
         if stage == "train":
             shares(self._feed(stage).dataset, self._trainer.world_size, self._sources.uneven)
-            self._check_start(self._feed(stage).dataset)
         self._feed(stage)
         return TrainLoader(self, stage) if stage == "train" else StageLoader(self, stage)
 
@@ -471,11 +470,6 @@ class SharedQueueDataModule(LightningDataModule):
         """What all Trainers of a job must have alike, or one would leave the others waiting."""
         trainer = self._trainer
         return {name: str(getattr(trainer, name)) for name in ALIKE}
-
-    def _check_start(self, dataset: SharedQueueDataset) -> None:
-        """Refuse the state of another plan before the first batch is asked for."""
-        if self._start:
-            check_state(State.of(self._start), dataset.plan, dataset.stage)
 
     def _steps(self, dataset: SharedQueueDataset) -> int:
         """Steps of an epoch; of one that goes on, those that are done and those that are left."""

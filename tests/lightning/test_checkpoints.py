@@ -20,6 +20,7 @@ from models import Numbered, Recorder, quiet_trainer
 from shardqueue.lightning import SharedQueueCallback, SharedQueueDataModule
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from jobs import Up
@@ -92,6 +93,46 @@ class Notes(Callback):
             self.lengths.append(length)
 
 
+class Manual(Counting):
+    """Steps its optimizer itself."""
+
+    def __init__(self, early: bool = False) -> None:
+        super().__init__(early)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        loss = super().training_step(batch, index)
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        self.inside += self.accumulated
+        self.accumulated = []
+        return loss
+
+
+class Scheduled(Counting):
+    """Saves after the optimizer step, when no callback has heard of it yet, as a signal's handler may."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        super().lr_scheduler_step(scheduler, metric)
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if hasattr(callback, "after_optimizer_step"):
+                callback.after_optimizer_step(self.trainer, self)
+
+
+class Look(Callback):
+    """Takes a batch of the train loader before training starts."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        next(iter(trainer.datamodule.train_dataloader()))
+
+
 @dataclass(frozen=True)
 class Leg:
     """One job, from a checkpoint or from the beginning, to a checkpoint or to the end.
@@ -104,6 +145,8 @@ class Leg:
         data, trainer: settings.
         callback: whether there is a `SharedQueueCallback`.
         early: whether the model asks for the number of steps when it makes its optimizer.
+        model: what makes it.
+        looks: whether somebody looks at the loader first.
     """
 
     folder: str
@@ -115,6 +158,8 @@ class Leg:
     trainer: dict[str, Any] = field(default_factory=dict)
     callback: bool = True
     early: bool = False
+    model: Callable[[bool], Counting] = Counting
+    looks: bool = False
 
     def path(self, number: int) -> str:
         return f"{self.folder}/{number}.ckpt"
@@ -137,8 +182,9 @@ def go(rank: int, size: int, leg: Leg) -> Went:
     data = SharedQueueDataModule(
         f"{leg.folder}/mailbox", train=Numbered(leg.rows), val=Numbered(8), **settings
     )
-    model, notes, save = Counting(leg.early), Notes(), Save(*leg.at, leg.path(leg.save))
+    model, notes, save = leg.model(leg.early), Notes(), Save(*leg.at, leg.path(leg.save))
     callbacks = [*([SharedQueueCallback()] if leg.callback else []), notes, *([save] if leg.save else [])]
+    callbacks += [Look()] if leg.looks else []
     trainer = quiet_trainer(
         size, callbacks=callbacks, num_sanity_val_steps=0, log_every_n_steps=1, **{**QUIET, **leg.trainer}
     )
@@ -207,7 +253,7 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize("steps", [-1, 1000], ids=["epochs", "steps"])
+@pytest.mark.parametrize("steps", [pytest.param(-1, marks=pytest.mark.full), 1000], ids=["epochs", "steps"])
 @pytest.mark.parametrize("at", MOMENTS.values(), ids=MOMENTS)
 @pytest.mark.parametrize(
     ("size", "then"),
@@ -234,8 +280,14 @@ def test_accumulated_batches_are_not_trained(ranks: Up, tmp_path: Path, callback
     assert state(tmp_path)["passes"][""]["batches"] == 16
 
 
-@pytest.mark.parametrize(("stop", "validations"), [(3, 2), (5, 1)])
-@pytest.mark.parametrize("then", [1, 3])
+@pytest.mark.parametrize("callback", [True, False], ids=["callback", "coming-back"])
+def test_between_an_optimizer_step_and_its_callbacks(ranks: Up, tmp_path: Path, callback: bool) -> None:
+    leg = Leg(str(tmp_path), callback=callback, model=Scheduled)
+    once(travel(ranks, leg, [2, 1], [("after_optimizer_step", 13)]), 100)
+    assert state(tmp_path)["passes"][""]["batches"] == 26
+
+
+@pytest.mark.parametrize(("then", "stop", "validations"), [(3, 3, 2), (1, 5, 1)])
 def test_steps_estimated_early(ranks: Up, tmp_path: Path, then: int, stop: int, validations: int) -> None:
     trainer = {"limit_val_batches": 1.0}
     leg = Leg(str(tmp_path), rows=10, data={"unit_batches": 4}, trainer=trainer, early=True)
@@ -245,7 +297,7 @@ def test_steps_estimated_early(ranks: Up, tmp_path: Path, then: int, stop: int, 
     assert len(legs[1][0].validated) == validations
 
 
-@pytest.mark.parametrize("then", [1, 3])
+@pytest.mark.parametrize("then", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_limited_epochs(ranks: Up, tmp_path: Path, then: int) -> None:
     leg = Leg(str(tmp_path), rows=60, trainer={"limit_train_batches": 8})
     legs = travel(ranks, leg, [2, then], [("on_train_batch_end", 5)])
@@ -261,3 +313,21 @@ def test_the_last_batches_are_dropped(ranks: Up, tmp_path: Path) -> None:
     inside = Counter(chain.from_iterable(one.inside for leg in legs for one in leg))
     assert set(inside.values()) == {1}
     assert Counter(epoch for epoch, _ in inside) == {0: 31, 1: 30}
+
+
+KEPT = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}
+
+
+@pytest.mark.parametrize(
+    "leg",
+    [
+        Leg("", model=Manual, callback=False),
+        Leg("", model=Manual),
+        Leg("", looks=True),
+        Leg("", data=KEPT, trainer={"reload_dataloaders_every_n_epochs": 1}),
+        Leg("", trainer={"check_val_every_n_epoch": None, "val_check_interval": 7, "limit_val_batches": 1.0}),
+    ],
+    ids=["manual, coming-back", "manual, callback", "a look", "reloading", "validating by steps"],
+)
+def test_habits(ranks: Up, tmp_path: Path, leg: Leg) -> None:
+    once(travel(ranks, replace(leg, folder=str(tmp_path)), [2, 3], [("on_train_batch_end", 13)]), 100)

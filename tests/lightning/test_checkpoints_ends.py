@@ -217,8 +217,17 @@ def stopped_early(rank: int, size: int, folder: str, hook: str) -> None:
     fit(folder, size, [Afterwards(hook, f"{folder}/1.ckpt")], max_steps=13)
 
 
-@pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_train_end", "on_fit_end", "teardown"])
-@pytest.mark.parametrize("steps", [-1, 1000], ids=["epochs", "steps"])
+@pytest.mark.parametrize(
+    ("hook", "steps"),
+    [
+        ("on_train_epoch_end", -1),
+        ("on_train_epoch_end", 1000),
+        ("on_train_end", 1000),
+        ("teardown", -1),
+        pytest.param("on_train_end", -1, marks=pytest.mark.full),
+        pytest.param("teardown", 1000, marks=pytest.mark.full),
+    ],
+)
 def test_an_epoch_cut_short_by_max_steps_goes_on(ranks: Up, tmp_path: Path, hook: str, steps: int) -> None:
     ranks(2).run(stopped_early, 2, str(tmp_path), hook)
     leg = Leg(str(tmp_path), load=1, trainer={"max_steps": steps})
@@ -232,16 +241,57 @@ def test_from_one_checkpoint_twice(ranks: Up, tmp_path: Path) -> None:
         once([first, ranks(size).run(go, size, replace(leg, load=1, save=0))], 100)
 
 
-def other_plan(rank: int, folder: str) -> str:
+class StopsHere(Callback):
+    """Stops training after a batch, in the middle of what is accumulated."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        trainer.should_stop |= index == 12
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def stopped(rank: int, size: int, folder: str) -> None:
+    fit(folder, size, [StopsHere(f"{folder}/1.ckpt")], accumulate_grad_batches=4)
+
+
+def test_an_epoch_that_a_callback_stopped_goes_on(ranks: Up, tmp_path: Path) -> None:
+    ranks(2).run(stopped, 2, str(tmp_path))
+    assert state(tmp_path)["passes"][""]["batches"] == 24
+    once([by_rank(tmp_path, 2), ranks(1).run(go, 1, Leg(str(tmp_path), load=1))], 100)
+
+
+def evaluated_first(rank: int, size: int, folder: str) -> list[tuple[int, int]]:
+    """A checkpoint's weights are validated and tested; then training begins from the beginning."""
+    data = SharedQueueDataModule(
+        f"{folder}/mailbox", Numbered(100), Numbered(8), Numbered(8), batch_size=1, unit_batches=20
+    )
+    quiet_trainer(size).validate(Counting(), datamodule=data, ckpt_path=f"{folder}/1.ckpt")
+    quiet_trainer(size).test(Counting(), datamodule=data, ckpt_path=f"{folder}/1.ckpt")
+    model = Counting()
+    quiet_trainer(size, **QUIET).fit(model, datamodule=data)
+    return model.inside
+
+
+def test_evaluation_takes_the_weights_alone(ranks: Up, tmp_path: Path) -> None:
+    ranks(1).run(go, 1, Leg(str(tmp_path), save=1, at=("on_train_batch_end", 13)))
+    (inside,) = ranks(1).run(evaluated_first, 1, str(tmp_path))
+    once([[Went(inside, [], [], [], None)]], 100)
+
+
+def other_plan(rank: int, size: int, folder: str) -> str:
     data = SharedQueueDataModule(f"{folder}/mailbox", train=Numbered(40), batch_size=1)
-    trainer = quiet_trainer(1, max_epochs=2, limit_val_batches=0)
+    trainer = quiet_trainer(size, max_epochs=2, limit_val_batches=0)
     with pytest.raises(PlanMismatchError) as caught:
         trainer.fit(Counting(), datamodule=data, ckpt_path=f"{folder}/1.ckpt")
     return str(caught.value)
 
 
 def test_a_checkpoint_of_another_plan(ranks: Up, tmp_path: Path) -> None:
-    ranks(1).run(go, 1, Leg(str(tmp_path), save=1, at=("on_train_batch_end", 13)))
-    (said,) = ranks(1).run(other_plan, str(tmp_path))
-    assert "100" in said
-    assert "40" in said
+    ranks(1).run(go, 1, Leg(str(tmp_path), save=1, at=("on_train_batch_end", 60)))
+    for said in ranks(2).run(other_plan, 2, str(tmp_path)):
+        assert "100" in said
+        assert "40" in said
