@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shardqueue import Mailbox
 
 UNITS = unit_grid(24, 4, 1, taper=False)
-SOON = 3.0
+SOON = 2.0
 """`reclaim_after`, in seconds, where it is to come."""
 
 
@@ -52,8 +52,11 @@ def a_dead_claim(mailbox: Mailbox, unit: str, trained: int | None = None) -> Non
         mailbox.put(keys.log("z", "00zz", "main", 0), page.encode())
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("trained", [None, 0, 3], ids=["no log", "nothing trained", "3 of 4 trained"])
+@pytest.mark.parametrize(
+    ("workers", "trained"),
+    [(0, None), (2, 0), (2, 3)],
+    ids=["no log, no workers", "nothing trained", "3 of 4 trained"],
+)
 def test_what_a_dead_learner_held_comes_at_the_end(tmp_path: Path, workers: int, trained: int | None) -> None:
     mailbox = open_mailbox(tmp_path)
     unit = UNITS.identifier(2)
