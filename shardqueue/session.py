@@ -124,7 +124,8 @@ class Session:
         self._over: set[str] = set()
         self._rollback: Rollback | None = None
         self._global_step: int | None = None
-        self._tick = self._gave = ("", -1)
+        self._tick: tuple[str, int] | None = None
+        self._gave: tuple[str, int] | None = None
         self._last_step = False
         self._book = Book(self.learner_id, self.instance, "main", this_process(), every=log_every)
         self._rolling = Rolling()
@@ -708,9 +709,9 @@ class Session:
             self._passing.append(step)
             return
         with self.lock:
-            pass_, tick = self._tick
-            known = tick >= 0 and step.pass_ == pass_
-            self._book.hand(step, waited, self.clock.wall(), tick if known else None)
+            at = self._tick
+            tick = at[1] if at is not None and at[0] == step.pass_ else None
+            self._book.hand(step, waited, self.clock.wall(), tick)
 
     def came_back(self) -> None:
         """The loop asks for the next batch."""
@@ -793,7 +794,7 @@ class Session:
         A feed holds its own lock while it reports to the session, so the session never calls one under its lock.
         """
         steps = self._book.train(samples, self.clock.wall(), global_step)
-        if self._gave[1] >= 0:
+        if self._gave is not None:
             self._book.reached = self._gave
             if self._last_step:
                 self._over.add(self._gave[0])
