@@ -829,6 +829,7 @@ class Session:
         own.onto(passes)
         for name in self._over:
             passes.setdefault(name, Trained()).over = True
+        start = joined.start
         return State(
             plan=plan.signature(),
             run=joined.keys.run,
@@ -837,6 +838,7 @@ class Session:
             global_step=before.global_step if self._global_step is None else self._global_step,
             samples=before.samples + self._book.samples,
             writers=[(self.learner_id, self.instance)],
+            origins=[] if start is None else [*start.origins, start.run_id],
         )
 
     def _tell(self) -> None:

@@ -33,6 +33,7 @@ _FIELDS = {
     "samples",
     "missing",
     "writers",
+    "origins",
 }
 _REMEDY = "pass what Session.state_dict() gave, unchanged"
 
@@ -50,6 +51,7 @@ class State:
         samples: trained in all, as far as they were counted.
         missing: learners of which the last batches are not known, and how many those are at most, None for unknown.
         writers: (learner, instance) of those whose model has all of this.
+        origins: ids of the runs before that one, of which each went on from the one before.
     """
 
     plan: dict[str, Any] | None = None
@@ -60,6 +62,7 @@ class State:
     samples: int = 0
     missing: dict[str, int | None] = field(default_factory=dict)
     writers: list[tuple[str, str]] = field(default_factory=list)
+    origins: list[str] = field(default_factory=list)
 
     @property
     def empty(self) -> bool:
@@ -82,6 +85,12 @@ class State:
             number += 1
         return number
 
+    def went_on_from(self, other: State) -> bool:
+        """Whether this was taken in a run after that of `other`, and all that is trained there is trained here."""
+        return other.run_id in self.origins and all(
+            name in self.passes and self.passes[name].holds(trained) for name, trained in other.passes.items()
+        )
+
     def describe(self) -> str:
         """One short line for messages."""
         batches = sum(trained.batches for trained in self.passes.values())
@@ -99,6 +108,7 @@ class State:
             "samples": self.samples,
             "missing": dict(self.missing),
             "writers": [list(writer) for writer in self.writers],
+            "origins": list(self.origins),
         }
 
     @classmethod
@@ -134,21 +144,26 @@ class State:
             samples=check_count("state.samples", data["samples"]),
             missing=_missing(data["missing"]),
             writers=_writers(data["writers"]),
+            origins=_origins(data["origins"]),
         )
 
     @classmethod
     def union(cls, states: Sequence[State]) -> Self:
         """What is trained in any of these states, which are of one run; those taken before any run do not count.
 
+        Nor does one of an earlier run that another of them went on from, and holds: of learners that start together
+        one may save again before the others have read.
+
         Raises:
             PlanMismatchError: they are of different plans.
             StateMismatchError: they were taken in different runs.
         """
         begun = [state for state in states if not state.empty]
+        begun = [state for state in begun if not any(other.went_on_from(state) for other in begun)]
         if not begun:
             return cls()
         first = begun[0]
-        whole = cls(first.plan, first.run, first.run_id)
+        whole = cls(first.plan, first.run, first.run_id, origins=list(first.origins))
         for state in begun:
             if state.plan != first.plan:
                 raise PlanMismatchError(
@@ -177,6 +192,12 @@ def _missing(data: dict[Any, Any]) -> dict[str, int | None]:
         str(learner): None if batches is None else check_count("state.missing", batches)
         for learner, batches in data.items()
     }
+
+
+def _origins(data: object) -> list[str]:
+    if not isinstance(data, list | tuple) or not all(isinstance(run, str) for run in data):
+        raise InvalidInputError("state.origins", data, "a list of ids of runs", _REMEDY)
+    return list(data)
 
 
 def _writers(data: object) -> list[tuple[str, str]]:

@@ -105,6 +105,8 @@ MALFORMED = {
     "a negative loss": changed({"b": -1}, "missing"),
     "writers of no instance": changed([["a"]], "writers"),
     "no writers": changed("a", "writers"),
+    "origins of no run": changed([1], "origins"),
+    "no origins": changed("r0", "origins"),
 }
 
 
@@ -132,6 +134,21 @@ class TestUnion:
             assert union.global_step == 9
         assert one.identity != two.identity
         assert union.identity not in (one.identity, two.identity)
+
+    @pytest.mark.parametrize("first", [True, False])
+    def test_one_that_another_went_on_from_does_not_count(self, first: bool) -> None:
+        """Of learners that are started again together one has saved before another has read."""
+        old, new = taken(0, 1), taken(0, 1, 2, 3, run_id="r2")
+        new.passes[""].add(2, 0, 4, 4)
+        new.origins = ["r0", "r1"]
+        union = State.union([old, new] if first else [new, old])
+        assert (union.run_id, union.identity, union.origins) == ("r2", new.identity, ["r0", "r1"])
+
+    def test_one_of_an_earlier_run_with_more_in_it_is_refused(self) -> None:
+        old, new = taken(0, 1, 9), taken(0, 1, 2, 3, run_id="r2")
+        new.origins = ["r1"]
+        with pytest.raises(StateMismatchError, match="different runs"):
+            State.union([old, new])
 
     def test_it_leaves_them_as_they_were(self) -> None:
         one, two = taken(0, 1), taken(2, 7)
