@@ -732,14 +732,14 @@ class Session:
     def settle(self, failed: bool, ended: bool) -> None:
         """A feed is being left, at its end or before: decide about the batches still with its consumer.
 
-        With `session.step()` it said what is trained. Without, leaving in order means that the loop's body is done;
-        leaving by an exception means that nobody knows.
+        With `session.step()` it said what is trained. Without, coming to the end means that the loop's body is done;
+        leaving before, by an exception or in a window of accumulated gradients, means that nobody knows.
         """
         with self.lock:
-            counts = not failed and (self._implicit or not self._stepped)
+            counts = not failed and (self._implicit or (ended and not self._stepped))
             steps = self._train(0) if counts else []
             forgotten = bool(steps) and not self._implicit
-            left = self._book.in_hand if ended and not failed else []
+            left = self._book.in_hand if (ended or not self._stepped) and not failed else []
         self._tell()
         if forgotten:
             _warn_stepless(len(steps))

@@ -162,10 +162,9 @@ def test_the_global_step_is_logged(memory: Mailbox) -> None:
         for every in (1, 3, 7)
         for leave_after in (2, 4, 9, 11)
         for fails in (False, True)
-        # A loop left in order that never called `step()` counts as trained, with a warning.
-        if fails or leave_after >= every
     ],
 )
+@pytest.mark.filterwarnings("ignore:.* never followed by session")
 def test_gradient_accumulation_left_in_the_middle(
     memory: Mailbox, every: int, leave_after: int, fails: bool
 ) -> None:
@@ -475,7 +474,7 @@ def test_track_counts_what_reached_the_loop_not_what_the_wrapper_holds(
 
 @pytest.mark.parametrize("stepped", [False, True])
 def test_a_wrapper_that_runs_on_after_the_loop_adds_nothing(memory: Mailbox, stepped: bool) -> None:
-    """Neither the last `step()` nor leaving in order counts what the wrapper took after the loop's last batch."""
+    """The last `step()` does not count what the wrapper took after the loop's last batch; without one, nothing."""
     units = unit_grid(30, 30, taper=False)
     with warnings.catch_warnings(), Session(memory, "a") as session:
         warnings.simplefilter("ignore", ShardQueueWarning)
@@ -488,8 +487,9 @@ def test_a_wrapper_that_runs_on_after_the_loop_adds_nothing(memory: Mailbox, ste
             if stepped:
                 session.step(samples=4)
         ahead.finish()
-    assert credited(memory) == Counter({(ONE, index): 1 for index in range(4)})
-    assert given_back(memory) == {(ONE, 0): 4}
+    trained = 4 if stepped else 0
+    assert credited(memory) == Counter({(ONE, index): 1 for index in range(trained)})
+    assert given_back(memory) == {(ONE, 0): trained}
 
 
 def test_a_wrapper_that_runs_ahead_does_not_claim_the_whole_plan(memory: Mailbox) -> None:
