@@ -459,6 +459,8 @@ class Feed:
             for ask in asks:
                 self._pool.submit(self._perform, machine, ask)
         if self._opening is not None and self._claims is None and self._opening.joined is not None:
+            for notice in self._opening.joined.notices:
+                logger.warning("%s", notice)
             self._begin(self._opening.joined, late=self._opening.joined.late)
             return
         if self._claims is not None:
@@ -505,8 +507,6 @@ class Feed:
 
     def _begin(self, joined: Joined, late: bool) -> None:
         self._twin = joined.twin
-        for notice in joined.notices:
-            logger.warning("%s", notice)
         self._plan = joined.left(self.plan, self._pass)
         self._claims = Claims(
             self._plan,
