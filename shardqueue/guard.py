@@ -11,6 +11,7 @@ asked about. As long as the log is in time, all this costs two comparisons a bat
 
 from __future__ import annotations
 
+import logging
 import threading
 from math import inf
 from typing import TYPE_CHECKING
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
     Attempt = tuple[str, str, int]
     """Pass, unit, and the number of an attempt at it."""
+
+logger = logging.getLogger("shardqueue")
 
 PAUSE = 0.5
 """Seconds between two questions to a store that does not answer."""
@@ -76,21 +79,33 @@ class Guard:
     """Tells whether a batch is still ours.
 
     Args:
+        learner: our label, for messages.
         mailbox: where attempts are ended.
         keys: of the run.
         after: `reclaim_after`.
         landed: until when, by the clock, our log is known to be in the mailbox.
         clock: the same clock.
+
+    Attributes:
+        repeated: batches that were trained by us and, since we had been given up, by others.
     """
 
     def __init__(
-        self, mailbox: Mailbox, keys: RunKeys, after: float, landed: Callable[[], float], clock: Clock
+        self,
+        learner: str,
+        mailbox: Mailbox,
+        keys: RunKeys,
+        after: float,
+        landed: Callable[[], float],
+        clock: Clock,
     ) -> None:
+        self.repeated = 0
+        self._learner = learner
         self._mailbox, self._keys, self._after = mailbox, keys, after
         self._landed, self._clock = landed, clock
         self._lapsed = -inf
         self._doubtful: set[Attempt] = set()
-        self._ended: dict[Attempt, int] = {}
+        self._ended: set[Attempt] = set()
 
     @property
     def late(self) -> bool:
@@ -117,20 +132,27 @@ class Guard:
         """An attempt is over."""
         self._doubtful.discard(attempt)
 
-    def ended_at(self, step: Step) -> int | None:
-        """Where the attempt of this batch was ended before it, by others; None as long as the batch is ours.
+    def owns(self, step: Step) -> bool:
+        """Whether a batch is still ours; may read the mailbox.
 
         Raises:
             MailboxError: the mailbox cannot be read, or did not answer for too long.
         """
         key = step.pass_, step.unit, step.attempt
-        if key not in self._ended:
-            # In this order: the log is late until what is in hand is in doubt.
-            record = self._read(step) if self.late or self._lapsed_lately or key in self._doubtful else None
-            if record is None or step.index < record.begin:
-                return None
-            self._ended[key] = record.begin
-        return self._ended[key]
+        if key in self._ended:
+            return False
+        # In this order: the log is late until what is in hand is in doubt.
+        asks = self.late or self._lapsed_lately or key in self._doubtful
+        record = self._read(step) if asks else None
+        if record is None or step.index < record.begin:
+            return True
+        self._ended.add(key)
+        self.repeated += step.index - record.begin
+        logger.warning(
+            "%s was silent for so long that others took over unit %s from batch %d; %d batches are trained twice",
+            *(self._learner, step.unit, record.begin, step.index - record.begin),
+        )
+        return False
 
     def _read(self, step: Step) -> BackRecord | None:
         key = self._keys.pass_keys(step.pass_).back(step.unit, step.attempt)

@@ -22,7 +22,6 @@ class Host(Protocol):
     """Whom a feed reports to, and in whose name it works: a session, or the worker of a loader.
 
     Attributes:
-        start: the state that the learner goes on from, if one was loaded.
         farewell: seconds for which leaving tries to settle things with the mailbox.
         patrol: seconds between two looks at `over`; None where it never changes by itself.
     """
@@ -32,13 +31,17 @@ class Host(Protocol):
     learner_id: str
     instance: str
     joined: Joined | None
-    start: State | None
     farewell: float
     patrol: float | None
 
     @property
     def loudness(self) -> int:
         """Level of the log message about what is left untrained."""
+        ...
+
+    @property
+    def start(self) -> State | None:
+        """The state that the learner goes on from, if one was loaded."""
         ...
 
     @property

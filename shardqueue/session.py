@@ -16,7 +16,6 @@ from collections import Counter, deque
 from random import Random
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
-from shardqueue.account import Account
 from shardqueue.allowance import UNLIMITED
 from shardqueue.claims import Owner
 from shardqueue.clock import SystemClock
@@ -29,6 +28,7 @@ from shardqueue.errors import (
     ShardQueueWarning,
 )
 from shardqueue.guard import Guard
+from shardqueue.history import History
 from shardqueue.learner import LOG_EVERY, Book, learner_label, new_instance, seat, seen_here, this_process
 from shardqueue.logwriter import LogWriter
 from shardqueue.mailbox import open_mailbox
@@ -40,7 +40,6 @@ from shardqueue.rollback import Rollback
 from shardqueue.run import Opening, check_joined, new_manifest
 from shardqueue.state import State
 from shardqueue.throughput import Rates, Rolling
-from shardqueue.trained import Trained
 from shardqueue.units import check_count
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ if TYPE_CHECKING:
     from shardqueue.mailbox import Mailbox
     from shardqueue.plan import Plan
     from shardqueue.progress import Agreed
-    from shardqueue.records import Left, LogPage, TrainedSpan
+    from shardqueue.records import Left, LogPage
     from shardqueue.run import Joined
     from shardqueue.source import Attempt, Source, Together
     from shardqueue.tracking import Trackable
@@ -118,12 +117,8 @@ class Session:
         self.patrol: float | None = None
         self.lock = threading.RLock()
         self.joined: Joined | None = None
-        self.start: State | None = None
-        self._plan: Plan | None = None
-        self._account: Account | None = None
-        self._over: set[str] = set()
+        self._history = History()
         self._rollback: Rollback | None = None
-        self._global_step: int | None = None
         self._tick: tuple[str, int] | None = None
         self._gave: tuple[str, int] | None = None
         self._last_step = False
@@ -144,7 +139,7 @@ class Session:
         self._notice = PreemptionNotice()
         self._pace = Pace()
         self._last: dict[tuple[str, str, int], int] = {}
-        self._book.rests, self._book.keep = _own, self._keep
+        self._book.rests, self._book.keep = _own, self._history.keep
         self._told_begun_before = False
         self._allowances: dict[str, Allowance] = {}
         self._units: Counter[str] = Counter()
@@ -152,7 +147,6 @@ class Session:
         self._passing: list[Step] = []
         self._guard: Guard | None = None
         self._waits = False
-        self._revoked: set[tuple[str, str, int]] = set()
         self.lockstep: Together | None = None
 
     # -- for the user ------------------------------------------------------------------------------------
@@ -174,7 +168,7 @@ class Session:
         with self.lock:
             first = not self._stepped
             self._stepped, self._implicit = True, False
-            self._global_step = global_step
+            self._history.global_step = global_step
             trained = self._train(samples, global_step)
         self._tell()
         if first and not (trained or self._book.batches or self.lockstep):
@@ -192,7 +186,9 @@ class Session:
         """
         self.flush_log()
         with self.lock:
-            state, cut, plan = self._state(), self._book.reached, self._plan
+            me = self.learner_id, self.instance
+            state = self._history.state(self._book.growing, self._book.samples, me)
+            cut, plan = self._book.reached, self._history.plan
         if self.lockstep is not None and cut is not None and plan is not None:
             self.lockstep.complete(state, cut, plan)
         return state.as_dict()
@@ -217,7 +213,7 @@ class Session:
                 "Session, load the state, and then iterate"
             )
         union = State.union([State.of(state) for state in states])
-        self.start = None if union.empty else union
+        self._history.loaded = None if union.empty else union
 
     def flush_log(self) -> None:
         """Write the log at once, as far as the mailbox answers within 2 s, for another rank that takes a state."""
@@ -357,6 +353,11 @@ class Session:
         )
 
     @property
+    def start(self) -> State | None:
+        """The state that was loaded."""
+        return self._history.loaded
+
+    @property
     def rates(self) -> Rates:
         """Batches, samples and seconds so far, and how fast."""
         with self.lock:
@@ -481,7 +482,7 @@ class Session:
         """
         self._check_open()
         if not stage:
-            self._plan = plan
+            self._history.plan = plan
         if self.joined is not None:
             check_joined(self.joined, plan, run, stage, reclaim_after)
             return self.joined
@@ -559,7 +560,7 @@ class Session:
             )
         self._sources[key] = source
         if pass_number(key.partition("~")[0]) is not None:
-            self._plan = source.plan
+            self._history.plan = source.plan
 
     def dismiss(self, source: Source, key: str, ended: bool) -> None:
         """A source is over; `ended` because nothing was left to claim."""
@@ -580,13 +581,16 @@ class Session:
         """
         with self.lock:
             if self._writer is None:
-                self.joined = joined
+                self.joined = self._history.joined = joined
                 self._book.run_id, self._book.left = joined.manifest.run_id, None
                 writer = LogWriter(self, self.mailbox, joined.keys, self.log_every, self.clock)
                 self._writer = writer
                 after = joined.manifest.reclaim_after
                 if after is not None:
-                    self._guard = Guard(self.mailbox, joined.keys, after, lambda: writer.landed, self.clock)
+                    keys, clock = joined.keys, self.clock
+                    self._guard = Guard(
+                        self.learner_id, self.mailbox, keys, after, lambda: writer.landed, clock
+                    )
                 self._roll_back(joined)
             if self._rollback is not None and not self._rollback.is_over(logged):
                 self._writer.start(_nothing)
@@ -595,7 +599,7 @@ class Session:
 
     def _roll_back(self, joined: Joined) -> None:
         """A state that was loaded may be older than what an earlier instance of ours did in this run."""
-        state, plan = self.start, self._plan
+        state, plan = self.start, self._history.plan
         if state is not None and plan is not None and state.run_id == joined.manifest.run_id:
             owner = Owner(self.learner_id, self.instance)
             self._rollback = Rollback(joined, state, plan, owner, self.mailbox, self.clock)
@@ -653,21 +657,11 @@ class Session:
         """
         if self._guard is None:
             return True
-        begin = self._guard.ended_at(step)
-        if begin is None:
-            return True
-        key = step.pass_, step.unit, step.attempt
-        if key not in self._revoked:
-            self._revoked.add(key)
-            repeated = step.index - begin
-            with self.lock:
-                self._book.repeated += repeated
-            logger.warning(
-                "%s was silent for so long that others took over unit %s from batch %d; %d batches of it are trained "
-                "twice",
-                *(self.learner_id, step.unit, begin, repeated),
-            )
-        return False
+        repeated = self._guard.repeated
+        ours = self._guard.owns(step)
+        with self.lock:
+            self._book.repeated += self._guard.repeated - repeated
+        return ours
 
     def reclaimed(self, attempts: int) -> None:
         """We ended so many attempts of silent learners."""
@@ -797,49 +791,10 @@ class Session:
         if self._gave is not None:
             self._book.reached = self._gave
             if self._last_step:
-                self._over.add(self._gave[0])
+                self._history.over.add(self._gave[0])
         self._untold += steps
         self._rolling.add(self.clock.monotonic(), len(steps), samples)
         return steps
-
-    def _keep(self, span: TrainedSpan) -> None:
-        """A span of our log is complete."""
-        if self._plan is not None and self.joined is not None:
-            self._account = self._account or Account(self._plan, self.joined.start)
-            self._account.add(span)
-
-    def _state(self) -> State:
-        """What the run began from, what this learner loaded beside it, and what it trained."""
-        joined, plan = self.joined, self._plan
-        if joined is None or plan is None:
-            return self.start or (None if joined is None else joined.start) or State()
-        own = Account(plan, joined.start)
-        if self._account is not None:
-            own.passes = {name: trained.copy() for name, trained in self._account.passes.items()}
-        for span in self._book.growing:
-            own.add(span)
-        before = State.union([state for state in (joined.start,) if state is not None])
-        passes = before.passes
-        if self.start is not None and self.start.run_id == joined.manifest.run_id:
-            before = self.start
-            for name, trained in before.passes.items():
-                passes.setdefault(name, Trained()).update(trained)
-        for trained in passes.values():
-            trained.before = trained.batches
-        own.onto(passes)
-        for name in self._over:
-            passes.setdefault(name, Trained()).over = True
-        start = joined.start
-        return State(
-            plan=plan.signature(),
-            run=joined.keys.run,
-            run_id=joined.manifest.run_id,
-            passes=passes,
-            global_step=before.global_step if self._global_step is None else self._global_step,
-            samples=before.samples + self._book.samples,
-            writers=[(self.learner_id, self.instance)],
-            origins=[] if start is None else [*start.origins, start.run_id],
-        )
 
     def _tell(self) -> None:
         while self._untold:  # what a signal interrupts here is told when the feed is left

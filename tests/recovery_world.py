@@ -237,7 +237,12 @@ class RecoveryWorld(World):
         one.log_pauses, one.landed = log_pauses(self.every), self.now
         if self.scenario.reclaim is not None:
             one.guard = self.rules.guard(
-                Reachable(self), joined.keys, self.scenario.reclaim, lambda: one.landed, self
+                one.owner.learner,
+                Reachable(self),
+                joined.keys,
+                self.scenario.reclaim,
+                lambda: one.landed,
+                self,
             )
         self.trained.setdefault(joined.keys.run, Counter())
         self.progress = self.events
@@ -513,12 +518,12 @@ class RecoveryWorld(World):
         if one.guard is None:
             return True
         try:
-            ended = one.guard.ended_at(Step(0, claim.identifier, claim.attempt, index))
+            ours = one.guard.owns(Step(0, claim.identifier, claim.attempt, index))
         except OutError:
             return False
-        if ended is not None:
+        if not ours:
             self.revoke(one, claim)
-        return ended is None
+        return ours
 
     def revoke(self, one: Trainer, claim: Claim) -> None:
         for seat in (one, *one.workers):

@@ -140,8 +140,8 @@ class BeginsBehindHanded(Recovery):
 class Unasked(Guard):
     """A batch is ours if it was ours once."""
 
-    def ended_at(self, step: Step) -> int | None:
-        return None
+    def owns(self, step: Step) -> bool:
+        return True
 
 
 class Forgetful(Guard):

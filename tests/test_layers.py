@@ -64,6 +64,7 @@ FLOORS = {
     "run": 2,
     "state": 2,
     "learner": 2,
+    "history": 2,
     "ledger": 2,
     "recovery": 2,
     "claims": 2,
