@@ -60,3 +60,31 @@ def lightning_overhead(*arguments: str) -> list[dict[str, Any]]:
     assert len(lines) == len(found["rows"]) + 2
     rows: list[dict[str, Any]] = found["rows"]
     return rows
+
+
+def test_to_lose_nothing_costs_what_is_promised() -> None:
+    """In virtual time, so the same numbers on every machine."""
+    rows = recovery("--only", "requests")
+    long = {row["case"]: row["value"] for row in rows if "400 units" in row["case"]}
+    assert len(long) == 4
+    assert max(long.values()) <= 3.5
+    (twice,) = (row for row in rows if row["unit"] == "batches")
+    assert twice["value"] <= twice["reach"]
+
+
+@pytest.mark.full
+def test_what_status_reads_does_not_grow_with_the_units() -> None:
+    rows = recovery("--only", "status")
+    assert [row["value"] for row in rows if row["unit"] == "requests"] == [67, 67]
+
+
+def recovery(*arguments: str) -> list[dict[str, Any]]:
+    """Run it; return its rows if nothing was WRONG."""
+    command = [sys.executable, "-m", "benchmarks.recovery", "--quick", *arguments]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    lines = ended.stdout.splitlines()
+    found = json.loads(lines[-1])
+    assert found["benchmark"] == "recovery"
+    assert len(lines) == len(found["rows"]) + 2
+    return list(found["rows"])
