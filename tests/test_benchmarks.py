@@ -37,7 +37,7 @@ def test_the_loader_benchmark_ends_with_one_line_of_json() -> None:
 
 
 def test_what_the_ranks_of_lockstep_tell_each_other_is_measured() -> None:
-    rows = lightning_overhead("--only", "agreement")
+    rows = rows_of("lightning_overhead", "--only", "agreement")
     assert [row["case"].partition(",")[0] for row in rows] == 2 * ["agreement of 2 ranks"] + 2 * [
         "agreement of 4 ranks"
     ]
@@ -45,26 +45,13 @@ def test_what_the_ranks_of_lockstep_tell_each_other_is_measured() -> None:
 
 @pytest.mark.full
 def test_lockstep_trains_every_row_that_plain_ddp_trains() -> None:
-    rows = lightning_overhead()
+    rows = rows_of("lightning_overhead")
     assert sum(row["unit"] == "x plain" for row in rows) == 3
-
-
-def lightning_overhead(*arguments: str) -> list[dict[str, Any]]:
-    """Run it; return its rows if nothing was WRONG."""
-    command = [sys.executable, "-m", "benchmarks.lightning_overhead", "--quick", *arguments]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    lines = ended.stdout.splitlines()
-    found = json.loads(lines[-1])
-    assert found["benchmark"] == "lightning_overhead"
-    assert len(lines) == len(found["rows"]) + 2
-    rows: list[dict[str, Any]] = found["rows"]
-    return rows
 
 
 def test_to_lose_nothing_costs_what_is_promised() -> None:
     """In virtual time, so the same numbers on every machine."""
-    rows = recovery("--only", "requests")
+    rows = rows_of("recovery", "--only", "requests")
     long = {row["case"]: row["value"] for row in rows if "400 units" in row["case"]}
     assert len(long) == 4
     assert max(long.values()) <= 3.5
@@ -74,17 +61,17 @@ def test_to_lose_nothing_costs_what_is_promised() -> None:
 
 @pytest.mark.full
 def test_what_status_reads_does_not_grow_with_the_units() -> None:
-    rows = recovery("--only", "status")
+    rows = rows_of("recovery", "--only", "status")
     assert [row["value"] for row in rows if row["unit"] == "requests"] == [67, 67]
 
 
-def recovery(*arguments: str) -> list[dict[str, Any]]:
+def rows_of(benchmark: str, *arguments: str) -> list[dict[str, Any]]:
     """Run it; return its rows if nothing was WRONG."""
-    command = [sys.executable, "-m", "benchmarks.recovery", "--quick", *arguments]
+    command = [sys.executable, "-m", f"benchmarks.{benchmark}", "--quick", *arguments]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     lines = ended.stdout.splitlines()
     found = json.loads(lines[-1])
-    assert found["benchmark"] == "recovery"
+    assert found["benchmark"] == benchmark
     assert len(lines) == len(found["rows"]) + 2
     return list(found["rows"])
