@@ -224,7 +224,7 @@ class Feed:
         allowed = self._host.allowance(self._seat).batches
         rest = self._place.worker == TAIL
         if not (self.over or self._handed_out or rest) and allowed is None:
-            quiet = self._place.recovers or not len(self._plan)
+            quiet = self._place.reclaim_after is not None or not len(self._plan)
             level = logging.INFO if quiet else logging.WARNING
             logger.log(level, "%s: nothing was left to claim in run %s", self._owner.learner, self._host.run)
         self.over = True
