@@ -232,7 +232,10 @@ def _judge(report: Report, case: str, trained: Counter[Any], batches: int, twice
 
 def main(arguments: list[str] | None = None) -> int:
     given = options(
-        "recovery", "What it costs to lose nothing.", "fewer learners and turns", ("requests", "steps", "status")
+        "recovery",
+        "What it costs to lose nothing.",
+        "fewer learners and turns",
+        ("requests", "steps", "status"),
     ).parse_args(arguments)
     report = Report("recovery")
     cases = given.only or ("requests", "steps", "status")

@@ -867,6 +867,9 @@ class Claims:
             return
         self.empty_looks += 1
         if self.recovery is not None and not self.recovery.over:
+            if self.empty_looks == 1 and self.window.learners > 1:
+                self._next_look_back = now + self.recovery.pause  # they are about to end, too
+                return
             self._looking = True
             self.recovery.look(ended, now, self._looked_into)
             return

@@ -60,7 +60,7 @@ def warn_of_another_session(learner: str) -> None:
     if other is not None and other.learner_id != learner:
         warnings.warn(
             f"the entered session is of learner id {other.learner_id!r}, the queue of {learner!r}: the session will "
-            "know nothing of its batches, and step() decides nothing; give both one learner_id",
+            "know nothing of its batches, step() and a state it loaded decide nothing; give both one learner_id",
             ShardQueueWarning,
             stacklevel=5,
         )

@@ -142,6 +142,8 @@ class Trained:
         )
         if beyond > units:
             raise InvalidInputError(f"{name}.units", beyond, f"at most {units}, as the plan has", _REMEDY)
+        if self.batches and not (self.whole or self.parts):
+            raise InvalidInputError(f"{name}.batches", self.batches, "0 where nothing is trained", _REMEDY)
         if not isinstance(data["over"], bool):
             raise InvalidInputError(f"{name}.over", data["over"], "True or False", _REMEDY)
         self.over = data["over"]

@@ -99,6 +99,9 @@ MALFORMED = {
     "a unit too many": changed([0, 21], "passes", "", "whole"),
     "a part of a unit too many": changed({"20": [0, 1]}, "passes", "", "parts"),
     "over or not": changed(1, "passes", "", "over"),
+    "batches of nothing": changed(
+        {"whole": [], "parts": {}, "sizes": {}, "batches": 5, "before": 0, "over": False}, "passes", ""
+    ),
     "a negative step": changed(-1, "global_step"),
     "samples of no number": changed("1", "samples"),
     "nobody is missing": changed(["b"], "missing"),

@@ -8,11 +8,14 @@ pass over the batches at an epoch's end, or over its validation.
 Of a checkpoint at the end of an epoch the Trainer may take the counters over into the next one (where `max_steps` is
 set, or where the last batch was not yet counted); an epoch that begins is begun from its first batch. Where training
 was stopped in the middle of an epoch, the Trainer took it for over; it goes on.
+
+Batches whose gradients were accumulated and lost count as not done: they come again, in a window that begins anew, so
+that the epoch has as many batches and optimizer steps as without the stop.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lightning.pytorch import Callback
@@ -49,7 +52,8 @@ class Restart(Callback):
         elif fit_loop.restarted_on_epoch_end:  # `max_steps` is set: else that epoch would be counted twice
             fit_loop.epoch_progress.increment_completed()
             fit_loop.reset_restart_stage()
-        place = self._data.place = place_of(trainer)
+        place = place_of(trainer)
+        place = self._data.place = replace(place, done=place.done - _begin_window(trainer, place.done))
         if not place.done:
             _begin_epoch(trainer)
         _look_again(trainer)
@@ -70,6 +74,18 @@ def place_of(trainer: Trainer) -> Place:
     uncounted = total.ready == total.started == total.processed == total.completed + 1
     done = batches.current.completed + uncounted if epochs.processed < epochs.ready else 0
     return Place(trainer.current_epoch, done)
+
+
+def _begin_window(trainer: Trainer, done: int) -> int:
+    """Take back the batches since the last optimizer step; return how many."""
+    if not trainer.lightning_module.automatic_optimization:
+        return 0
+    back = done % trainer.accumulate_grad_batches
+    batches = trainer.fit_loop.epoch_loop.batch_progress
+    for progress in (batches.total, batches.current):
+        for name in ("ready", "started", "processed", "completed"):
+            setattr(progress, name, max(0, getattr(progress, name) - back))
+    return back
 
 
 def _is_cut(trainer: Trainer) -> bool:

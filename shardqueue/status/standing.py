@@ -268,7 +268,12 @@ def _notes(
     if manifest.plans and manifest.state is not None:
         yield "it goes on from a state: what was trained before it was opened is not counted here"
     after = manifest.reclaim_after
-    again = f"handed out again after {after:g} s of silence" if after is not None else "not handed out again"
+    alive = any(learner.life is Life.ALIVE for learner in learners)
+    again = "not handed out again"
+    if after is not None:
+        again = (
+            f"handed out again after {after:g} s of silence" if alive else "and nobody is there to take over"
+        )
     for learner in learners:
         if learner.held and learner.life not in (Life.ALIVE, Life.ENDED):
             held = f"{learner.held:,} unit{'' if learner.held == 1 else 's'}"

@@ -126,6 +126,13 @@ class Scheduled(Counting):
                 callback.after_optimizer_step(self.trainer, self)
 
 
+class Stepping(Counting):
+    """Says in `validated` after how many optimizer steps it ended."""
+
+    def on_train_end(self) -> None:
+        self.validated.append(self.trainer.global_step)
+
+
 class Look(Callback):
     """Takes a batch of the train loader before training starts."""
 
@@ -278,6 +285,16 @@ def test_accumulated_batches_are_not_trained(ranks: Up, tmp_path: Path, callback
     legs = travel(ranks, leg, [2, 1], [("on_train_batch_end", 10)])
     once(legs, 100)
     assert state(tmp_path)["passes"][""]["batches"] == 16
+    assert legs[1][0].lengths == [(0, 8 + 84), (1, 100)]
+
+
+def test_a_window_of_accumulated_gradients_begins_anew(ranks: Up, tmp_path: Path) -> None:
+    """An epoch has as many optimizer steps as without the stop, which is what a schedule was made for."""
+    leg = Leg(str(tmp_path), trainer={"accumulate_grad_batches": 4}, early=True, model=Stepping)
+    legs = travel(ranks, leg, [2, 2], [("on_train_batch_end", 10)])
+    once(legs, 100)
+    assert legs[1][0].lengths == [(0, 50), (1, 50)]
+    assert legs[1][0].estimated == legs[1][0].validated[-1] == 2 * 13
 
 
 @pytest.mark.parametrize("callback", [True, False], ids=["callback", "coming-back"])
