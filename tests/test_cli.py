@@ -15,7 +15,10 @@ from shardqueue.cli import main
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["demo", "--help"], ["doctor", "--help"], ["clean", "--help"], ["--version"], []],
+    [
+        *([command, "--help"] for command in ("demo", "doctor", "clean", "status", "audit")),
+        *(["--help"], ["--version"], []),
+    ],
 )
 def test_help_imports_no_heavy_package(arguments: list[str]) -> None:
     code = f"""
@@ -36,7 +39,7 @@ def test_without_a_command_it_prints_the_help(capsys: pytest.CaptureFixture[str]
     assert main([]) == 0
     out = capsys.readouterr().out
     assert out.startswith("usage: shardqueue")
-    for command in ("demo", "doctor", "simulate", "clean"):
+    for command in ("demo", "doctor", "simulate", "clean", "status", "audit"):
         assert f"\n    {command} " in out
 
 
@@ -45,13 +48,14 @@ def test_a_command_is_asked_for_its_arguments_only_when_it_is_named() -> None:
 import sys
 from shardqueue.cli import main
 main([])
-print([name for name in sys.modules if name.startswith(("shardqueue.doctor", "shardqueue.clean", "shardqueue.sim"))])
+packages = [f"shardqueue.{name}" for name in ("doctor", "clean", "simulate", "status", "audit")]
+print([name for name in sys.modules if name.startswith(tuple(packages))])
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ended.stdout.splitlines()[-1] == "[]"
 
 
-@pytest.mark.parametrize("command", ["doctor", "simulate", "clean"])
+@pytest.mark.parametrize("command", ["doctor", "simulate", "clean", "status", "audit"])
 def test_each_command_explains_its_exit_codes(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([command, "--help"])
@@ -151,7 +155,7 @@ def test_a_full_disk_is_one_line_and_2() -> None:
     assert ended.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", ["doctor", "clean"])
+@pytest.mark.parametrize("command", ["doctor", "clean", "status", "audit"])
 @pytest.mark.parametrize(
     "url",
     ["s3://AKIAX:abc/defHUSH@bucket/x", "http://u:p/HUSH@host/x", "s3://b/x?sig=HUSH", "gs://t:HUSH@b/x"],
