@@ -20,26 +20,26 @@ Which unit and when is preference: see `window` and `pace`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import Enum
 from functools import partial
-from math import gcd, log2
+from math import log2
 from typing import TYPE_CHECKING
 
 from shardqueue.allowance import UNLIMITED, Allowance
 from shardqueue.asks import PATIENCE, Asks
+from shardqueue.claim import Claim, State
 from shardqueue.errors import MailboxRefusedError, RecordError
 from shardqueue.mailbox.calls import Get, List, PutIfAbsent
 from shardqueue.pace import Pace
 from shardqueue.records import BackRecord, ClaimRecord, GradeRecord, LogPage
 from shardqueue.recovery import Recovery
-from shardqueue.window import Window
+from shardqueue.window import Window, home_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from random import Random
 
     from shardqueue.asks import Ask
+    from shardqueue.claim import Owner
     from shardqueue.mailbox.calls import Answer
     from shardqueue.plan import Plan
     from shardqueue.records import PassKeys, Process, RunKeys
@@ -82,89 +82,6 @@ SURPLUS = "surplus"
 """Why a part of a unit is given back that goes beyond an allowance."""
 SCAN_SHARE = 20.0
 """Where a listing scans a whole folder: seconds to let pass for each second a listing took beyond a quick call."""
-
-
-class State(Enum):
-    """How far a claim has come."""
-
-    ASKED = "asked"
-    WON = "won"
-    OURS = "ours"
-    LOST = "lost"
-
-
-@dataclass(slots=True, eq=False)
-class Claim:
-    """One attempt at one unit by this learner.
-
-    Attributes:
-        begin: the unit's first batch that this attempt trains, from 0.
-        size: batches this attempt is expected to have; exact once its loader ended.
-        handed: batches handed to the consumer.
-        trained: of those, how many are known to be trained, or will not be offered again.
-        unclear: of those, how many may not have been trained.
-        take: batches it counts for in the allowance.
-        read: batches its loader has given so far.
-        end: the unit's batch at which this attempt ends, None for the unit's own end.
-        given: whether the record that gives back what is behind `end` is written.
-        bound: the unit's batch at which the loader has to stop for now, None for none.
-    """
-
-    position: int
-    identifier: str
-    attempt: int
-    begin: int
-    key: str
-    data: bytes
-    decided: float
-    size: float
-    weight: float
-    state: State = State.ASKED
-    loaded: bool = False
-    handed: int = 0
-    trained: int = 0
-    unclear: int = 0
-    in_mind: float = 0.0
-    take: float = 0.0
-    read: int = 0
-    end: int | None = None
-    given: bool = False
-    bound: int | None = None
-
-    def is_over(self, index: int) -> bool:
-        """Whether batch `index` of the unit was left to others."""
-        return self.end is not None and index >= self.end
-
-    @property
-    def finished(self) -> bool:
-        """Whether every batch is trained."""
-        return self.loaded and self.trained >= self.size and not self.unclear
-
-
-def home_weights(grades: Sequence[int | None]) -> list[int]:
-    """Return each learner's share of the positions, as small whole numbers in proportion to speed.
-
-    `grades` are `Pace.grade`s; who has none counts as the slowest known. One half octave makes a
-    difference; beyond 64 times the slowest, a learner is taken to be no faster.
-    """
-    known = [grade for grade in grades if grade is not None]
-    if not known:
-        return [1] * len(grades)
-    slowest = min(known)
-    weights = [
-        round(4 * 2.0 ** (min(12, (slowest if grade is None else grade) - slowest) / 2)) for grade in grades
-    ]
-    common = gcd(*weights)
-    return [weight // common for weight in weights]
-
-
-@dataclass(frozen=True, slots=True)
-class Owner:
-    """In whose name claims are made."""
-
-    learner: str
-    instance: str
-    worker: str = "main"
 
 
 class Claims:

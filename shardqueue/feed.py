@@ -26,7 +26,8 @@ from weakref import WeakSet
 
 from shardqueue.bell import Bell
 from shardqueue.callers import Callers
-from shardqueue.claims import Claim, Claims, Owner, State
+from shardqueue.claim import Claim, Owner, State
+from shardqueue.claims import Claims
 from shardqueue.errors import ClosedError, LoadError
 from shardqueue.farewell import Returned, offer, say
 from shardqueue.host import MAIN, Place

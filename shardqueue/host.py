@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from shardqueue.allowance import Allowance
-    from shardqueue.claims import Claim
+    from shardqueue.claim import Claim
     from shardqueue.clock import Clock
     from shardqueue.mailbox import Mailbox
     from shardqueue.run import Joined

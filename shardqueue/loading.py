@@ -17,7 +17,7 @@ from shardqueue.units import Step
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable
 
-    from shardqueue.claims import Claim
+    from shardqueue.claim import Claim
     from shardqueue.intervals import Intervals
     from shardqueue.plan import Plan
 

@@ -23,7 +23,7 @@ from shardqueue.trained import untrained
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from shardqueue.claims import Owner
+    from shardqueue.claim import Owner
     from shardqueue.clock import Clock
     from shardqueue.ledger import Ledger
     from shardqueue.mailbox import Mailbox

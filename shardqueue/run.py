@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from random import Random
 
     from shardqueue.asks import Ask
-    from shardqueue.claims import Owner
+    from shardqueue.claim import Owner
     from shardqueue.mailbox.calls import Answer, Call
     from shardqueue.plan import Plan
     from shardqueue.records import Process

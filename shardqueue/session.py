@@ -17,7 +17,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from shardqueue.allowance import UNLIMITED
-from shardqueue.claims import Owner
+from shardqueue.claim import Owner
 from shardqueue.clock import SystemClock
 from shardqueue.entered import ENTERED
 from shardqueue.errors import (

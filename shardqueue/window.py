@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from functools import lru_cache
+from math import gcd
 from typing import TYPE_CHECKING
 
 from shardqueue.intervals import Intervals
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
     from random import Random
 
     from shardqueue.plan import Plan
@@ -31,6 +32,23 @@ def share_out(weights: tuple[int, ...]) -> list[int]:
         ((turn + 0.5) / weight, learner) for learner, weight in enumerate(weights) for turn in range(weight)
     ]
     return [learner for _, learner in sorted(turns)]
+
+
+def home_weights(grades: Sequence[int | None]) -> list[int]:
+    """Return each learner's share of the positions, as small whole numbers in proportion to speed.
+
+    `grades` are `Pace.grade`s; who has none counts as the slowest known. One half octave makes a
+    difference; beyond 64 times the slowest, a learner is taken to be no faster.
+    """
+    known = [grade for grade in grades if grade is not None]
+    if not known:
+        return [1] * len(grades)
+    slowest = min(known)
+    weights = [
+        round(4 * 2.0 ** (min(12, (slowest if grade is None else grade) - slowest) / 2)) for grade in grades
+    ]
+    common = gcd(*weights)
+    return [weight // common for weight in weights]
 
 
 DEPTH = 16

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from shardqueue.allowance import UNLIMITED
 from shardqueue.block import Doing, Message, Told, pass_of
-from shardqueue.claims import State
+from shardqueue.claim import State
 from shardqueue.clock import SystemClock
 from shardqueue.errors import ClosedError, PassFinishedError, RunError
 from shardqueue.learner import LOG_EVERY, Book, training_process
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from shardqueue.allowance import Allowance
     from shardqueue.block import Block, Pipe
-    from shardqueue.claims import Claim
+    from shardqueue.claim import Claim
     from shardqueue.clock import Clock
     from shardqueue.mailbox import Mailbox
     from shardqueue.records import LogPage

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 from shardqueue.asks import Asks
-from shardqueue.claims import Claim, Claims, Owner, State
+from shardqueue.claim import Claim, Owner, State
+from shardqueue.claims import Claims
 from shardqueue.errors import MailboxUnavailableError, RunFinishedError
 from shardqueue.learner import LOG_EVERY, Book
 from shardqueue.mailbox.calls import Get, List, PutIfAbsent

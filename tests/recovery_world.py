@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from claims_world import PLANS, Flight, Learner, Rules, Scenario, ViolationError, World, batches_of
 
-from shardqueue.claims import Claim, Owner
+from shardqueue.claim import Claim, Owner
 from shardqueue.errors import MailboxUnavailableError, RunFinishedError
 from shardqueue.guard import Guard
 from shardqueue.learner import log_pauses

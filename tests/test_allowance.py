@@ -20,7 +20,8 @@ import pytest
 
 from shardqueue.allowance import UNLIMITED, Allowance
 from shardqueue.block import WORDS, Block, Doing, iteration_key
-from shardqueue.claims import Claim, Claims, Owner, State
+from shardqueue.claim import Claim, Owner, State
+from shardqueue.claims import Claims
 from shardqueue.errors import MailboxUnavailableError
 from shardqueue.mailbox.calls import PutIfAbsent
 from shardqueue.mailbox.memory import MemoryMailbox

@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardqueue.asks import Asks
-from shardqueue.claims import Claim, Claims, Owner, State
+from shardqueue.claim import Claim, Owner, State
+from shardqueue.claims import Claims
 from shardqueue.errors import MailboxRefusedError, MailboxUnavailableError
 from shardqueue.mailbox.calls import PutIfAbsent
 from shardqueue.mailbox.memory import MemoryMailbox

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from shardqueue.claims import NEAR, Claim, Claims, Owner
+from shardqueue.claim import Claim, Owner
+from shardqueue.claims import NEAR, Claims
 from shardqueue.mailbox.calls import List
 from shardqueue.mailbox.memory import MemoryMailbox
 from shardqueue.pace import MARGIN, TRANSFER, Pace

@@ -67,6 +67,7 @@ FLOORS = {
     "history": 2,
     "ledger": 2,
     "recovery": 2,
+    "claim": 2,
     "claims": 2,
     "watching": 2,
     "channel.report": 2,

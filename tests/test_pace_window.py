@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardqueue.claims import home_weights
 from shardqueue.pace import MARGIN, REFILL, STICKY, Pace
 from shardqueue.plan import Plan
 from shardqueue.units import Unit, unit_grid
-from shardqueue.window import DEPTH, DRIFT, LEAST_DEPTH, LEAST_UNEVEN, Window, share_out
+from shardqueue.window import DEPTH, DRIFT, LEAST_DEPTH, LEAST_UNEVEN, Window, home_weights, share_out
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

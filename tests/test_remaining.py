@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardqueue import Unit, unit_files, unit_grid, unit_ranges
-from shardqueue.claims import Claim
+from shardqueue.claim import Claim
 from shardqueue.intervals import Intervals
 from shardqueue.loading import Reader
 from shardqueue.plan import Plan

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from shardqueue.claims import Claims, Owner, State
+from shardqueue.claim import Owner, State
+from shardqueue.claims import Claims
 from shardqueue.errors import InvalidInputError, MailboxUnavailableError
 from shardqueue.learner import LOG_EVERY, Book, log_pauses
 from shardqueue.mailbox.memory import MemoryMailbox
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from shardqueue.asks import Ask
-    from shardqueue.claims import Claim
+    from shardqueue.claim import Claim
     from shardqueue.mailbox import Mailbox
     from shardqueue.records import LogPage
     from shardqueue.run import Joined
