@@ -36,7 +36,8 @@ logger = logging.getLogger("shardqueue")
 
 WITHIN = 30.0
 """Seconds for which a mailbox that does not answer is tried."""
-WHY = "resumed"
+RESUMED = "resumed"
+"""Why an attempt is ended here."""
 NAMED = 8
 
 Attempt = tuple[str, str, int]
@@ -139,7 +140,7 @@ class Rollback:
 
     def _record(self, attempt: Attempt, begin: int) -> PutIfAbsent:
         pass_, unit, number = attempt
-        record = BackRecord(begin=begin, learner=self._me.learner, instance=self._me.instance, why=WHY)
+        record = BackRecord(begin=begin, learner=self._me.learner, instance=self._me.instance, why=RESUMED)
         return PutIfAbsent(self._joined.keys.pass_keys(pass_).back(unit, number), record.encode())
 
     def _warn(self, lost: dict[Attempt, int]) -> None:

@@ -26,6 +26,7 @@ from msgspec import structs
 
 from shardqueue.claims import SURPLUS
 from shardqueue.intervals import Intervals
+from shardqueue.rollback import RESUMED
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -35,9 +36,6 @@ if TYPE_CHECKING:
     from shardqueue.records import BackRecord, TrainedSpan
 
 Owned = tuple["Log", "TrainedSpan"]
-
-RESUMED = "resumed"
-"""Why a learner that comes back ends the attempts of its earlier instance."""
 
 
 class Kind(Enum):
