@@ -44,7 +44,7 @@ from shardqueue.remaining import remaining
 from shardqueue.rows import RowBatches, check_rows
 from shardqueue.run import Joined, new_manifest
 from shardqueue.session import Session
-from shardqueue.supply import as_item
+from shardqueue.supply import as_item, plain_loader
 from shardqueue.tracking import register
 from shardqueue.units import check_count, check_flag, check_int, unit_ranges
 from shardqueue.workers import LoaderWorker, finished_pass
@@ -340,7 +340,21 @@ class SharedQueueDataset(IterableDataset[Any]):
         self._block.expect(word, fresh=first and not joined.late)
         return crew
 
-    def rest(self, session: Session, loader: Iterable[Any]) -> Iterator[Any]:
+    def check_rest(self, loader: object) -> None:
+        """Refuse a loader of which nobody knows what it would make of `rest`.
+
+        Raises:
+            InvalidInputError: with `reclaim_after`, it is no plain `DataLoader`, nor one in a progress bar.
+        """
+        if self._reclaim_after is not None and plain_loader(loader) is None:
+            bound = (
+                "the DataLoader itself where reclaim_after is given: at the end batches come past its workers"
+            )
+            raise InvalidInputError(
+                "loader", loader, bound, "wrap what track gives instead of what it is given"
+            )
+
+    def rest(self, session: Session, loader: object) -> Iterator[Any]:
         """What is left of the pass when the loader has ended: what was given back or is others', once they are gone.
 
         A loader's workers never wait for others, since a loader takes from each in turn; this process does.
@@ -359,7 +373,7 @@ class SharedQueueDataset(IterableDataset[Any]):
         feed.tracked = True
         feed.start()
         for pair in self._items(feed):
-            yield as_item(loader, pair)
+            yield as_item(plain_loader(loader), pair)
 
     def in_step(self, session: Session, loader: Iterable[Any], group: Any, uneven: str) -> Iterator[Any]:
         """The items of the loader, as many on each rank of the group; see `Session.track`.

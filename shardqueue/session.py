@@ -250,6 +250,8 @@ class Session:
             yield from dataset_of(loader, self).in_step(self, loader, group, uneven)
             return
         datasets = datasets_of(loader, self)
+        for dataset in datasets:
+            dataset.check_rest(loader)
         yield from self.walk(loader, datasets)
         for dataset in datasets:
             yield from self._tracked(dataset.rest(self, loader), steps_in)

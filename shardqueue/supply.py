@@ -195,7 +195,15 @@ class Supply:
             self._tail = None
 
 
-def as_item(loader: Iterable[Any], given: Any) -> Any:
+def plain_loader(loader: object) -> DataLoader[Any] | None:
+    """The loader, or the one that a progress bar shows; None where something might change its items."""
+    inner = getattr(loader, "iterable", loader)
+    if isinstance(inner, DataLoader) and type(inner).__iter__ is DataLoader.__iter__:
+        return inner
+    return None
+
+
+def as_item(loader: object, given: Any) -> Any:
     """What a loader would have made of what its dataset gave."""
     if not isinstance(loader, DataLoader):
         return given

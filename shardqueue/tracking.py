@@ -36,7 +36,11 @@ class Trackable(Protocol):
         """The session is about to iterate a loader of this dataset."""
         ...
 
-    def rest(self, session: Session, loader: Iterable[Any]) -> Iterator[Any]:
+    def check_rest(self, loader: object) -> None:
+        """Refuse a loader of which nobody knows what it would make of `rest`."""
+        ...
+
+    def rest(self, session: Session, loader: object) -> Iterator[Any]:
         """What is left of the pass when the loader has ended, and the session is to wait for."""
         ...
 

@@ -35,6 +35,16 @@ def loader(data: SharedQueueDataset, workers: int) -> DataLoader[Any]:
     return DataLoader(data, batch_size=None, num_workers=workers)
 
 
+class Bar:
+    """As tqdm."""
+
+    def __init__(self, iterable: Any) -> None:
+        self.iterable = iterable
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.iterable
+
+
 def a_dead_claim(mailbox: Mailbox, unit: str, trained: int | None = None) -> None:
     """Somebody on another machine claimed a unit in run x, perhaps trained a part of it, and is gone."""
     keys = RunKeys("x")
@@ -122,6 +132,22 @@ def test_a_loader_waits_for_who_lives(tmp_path: Path) -> None:
 
 
 class TestArguments:
+    def test_a_loader_in_a_wrapper_that_may_change_its_items(self, tmp_path: Path) -> None:
+        """What comes at the end does not go through it: a batch would stay on the CPU."""
+        plain = loader(dataset(tmp_path), 1)
+        with (
+            Session(str(tmp_path), "a", log_every=SOON / 3) as session,
+            pytest.raises(InvalidInputError, match="wrap what track gives"),
+        ):
+            next(session.track(item for item in plain))
+
+    def test_a_progress_bar_changes_nothing(self, tmp_path: Path) -> None:
+        bar = Bar(loader(dataset(tmp_path), 1))
+        with Session(str(tmp_path), "a", log_every=SOON / 3) as session:
+            for _ in session.track(bar):
+                session.step(samples=1)
+            assert session.rates.batches == 24
+
     @pytest.mark.parametrize("after", [0.5, -1, float("nan"), 1e9, "60", True])
     def test_that_are_no_time_are_refused(self, tmp_path: Path, after: Any) -> None:
         with pytest.raises(InvalidInputError, match="reclaim_after"):
