@@ -53,7 +53,8 @@ def check(stage: Stage) -> None:
     """Everything is trained; what was trained twice had to be; logs, records and audit agree with that."""
     assert set(stage.values()) == set(range(stage.course.batches)), stage.tell_all()
     for learner in stage.learners:
-        expected = {-signal.SIGKILL} if learner.killed else {0, 128 + signal.SIGTERM} if learner.told else {0}
+        told = {0, 128 + signal.SIGTERM, -signal.SIGTERM}  # the last: before or after its block
+        expected = {-signal.SIGKILL} if learner.killed else told if learner.told else {0}
         assert learner.process.returncode in expected, learner.said.read_text()
     check_repeats(stage)
     check_credits(stage)
@@ -66,7 +67,7 @@ def check_repeats(stage: Stage) -> None:
     shown = {(pid, attempt, batch) for pid, attempt, batch in credits_of(stage)}
     for learner in stage.learners:
         beyond = [line for line in learner.lines() if is_beyond(line, ended)]
-        if learner.killed:
+        if learner.killed and not learner.known:
             unseen = [line for line in beyond if (line.pid, line.attempt, line.batch) not in shown]
             assert beyond == unseen, f"{learner.name} had logged what others trained again"
         elif learner.known:
@@ -80,7 +81,7 @@ def check_repeats(stage: Stage) -> None:
         else:
             assert len(beyond) <= learner.told, f"{learner.name} lost {beyond}"
     for learner in stage.learners:
-        if not learner.killed:
+        if not learner.killed or learner.known:  # who went on after a pause logged more
             continue
         for (unit, attempt), record in ended.items():
             logged = [
