@@ -158,7 +158,10 @@ def until_in_a_unit(stage: Stage, learner: Learner, deep: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["stepped", pytest.param("forked", marks=pytest.mark.full)])
-@pytest.mark.parametrize("machines", [False, True], ids=["one machine", "own machines"])
+@pytest.mark.parametrize(
+    "machines",
+    [pytest.param(False, id="one machine", marks=pytest.mark.full), pytest.param(True, id="own machines")],
+)
 def test_killed_in_the_middle_of_a_unit(folder: Callable[..., Course], machines: bool, kind: str) -> None:
     """Its label comes back, and another one comes late."""
     with Stage(folder(machines=machines)) as stage:

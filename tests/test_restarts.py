@@ -137,6 +137,7 @@ def test_the_same_line_twice(restarts: Restarts, step: int) -> None:
 # -- next week, on other GPUs ----------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_two_ranks_then_one_then_three(restarts: Restarts) -> None:
     """30 steps of two are in the first checkpoint, 30 of one beside them in the second; three share 30 batches."""
     crash(restarts, 2, 35)

@@ -95,7 +95,14 @@ def alone(rank: int, size: int, folder: str, failing: set[int]) -> None:
         os._exit(1)
 
 
-@pytest.mark.parametrize("failing", [{0}, {1}, {0, 1}], ids=["rank 0", "rank 1", "both"])
+@pytest.mark.parametrize(
+    "failing",
+    [
+        pytest.param({0}, id="rank 0"),
+        pytest.param({1}, id="rank 1", marks=pytest.mark.full),
+        pytest.param({0, 1}, id="both"),
+    ],
+)
 def test_rank_0_saves_alone(ranks: Up, tmp_path: Path, failing: set[int]) -> None:
     outcomes = ranks(2).outcomes(alone, 2, str(tmp_path), failing, patience=PATIENCE)
     kinds = {rank: outcome.kind for rank, outcome in enumerate(outcomes)}
