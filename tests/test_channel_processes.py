@@ -448,7 +448,7 @@ def consume_tensors(pipe: Connection, receiver: Receiver[Any]) -> None:
         ("fork", "file_descriptor", 4),
         ("fork", "file_descriptor", 129),  # too many for descriptors: their sender lingers
         ("fork", "file_system", 4),  # names: their sender lingers
-        ("spawn", "file_descriptor", 4),
+        pytest.param("spawn", "file_descriptor", 4, marks=pytest.mark.full),
     ],
 )
 def test_tensors_travel_in_shared_memory(crew: Crew, method: str, strategy: str, capacity: int) -> None:

@@ -576,6 +576,7 @@ def test_two_real_processes_train_each_batch_once_in_both_phases(
     assert "fixed split: done in" in out.getvalue()
 
 
+@pytest.mark.full
 def test_a_node_slows_down_and_a_folder_serves_any_number_of_demos(tmp_path: Path) -> None:
     slows = replace(TINY, slows=True, batch_seconds=0.02)
     for number in (1, 2):

@@ -86,6 +86,7 @@ def test_lightning_trains_every_item_of_a_receiver_once(tmp_path: Path) -> None:
     assert channel.report().received == STEPS
 
 
+@pytest.mark.full
 def test_the_benchmark_trains_every_item_once_and_ends_with_one_line_of_json() -> None:
     command = [sys.executable, "-m", "benchmarks.teacher_student", "--quick"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
