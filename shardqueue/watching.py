@@ -51,7 +51,7 @@ class Silence:
 
 @dataclass(slots=True)
 class Watched:
-    """A process whose log is watched: the key of its newest page, and what that held.
+    """A process whose log is watched: the key of its newest page, what that held, and whether it was seen to change.
 
     A process may write how it left and be gone between our reading its log and looking for it. So its log is read
     once more after it was seen gone, and until then it is `unconfirmed`.
@@ -60,8 +60,8 @@ class Watched:
     key: str = ""
     page: LogPage | None = None
     silence: Silence = field(default_factory=Silence)
+    changed: bool = False
     _written: tuple[int, int] | None = None
-    _changed: bool = False
     _gone: bool = False
     _read_since_gone: bool = False
 
@@ -76,27 +76,30 @@ class Watched:
         Raises:
             RecordError: that is no log.
         """
-        page = None if data is None else LogPage.decode(data, self.key)
+        self.saw(None if data is None else LogPage.decode(data, self.key), now)
+
+    def saw(self, page: LogPage | None, now: float) -> None:
+        """Its newest page was `page` at `now`; None when there is none."""
         written = self._written or _NOTHING if page is None else (page.page, page.write)
         if self._written in (None, written):
             self.silence.looked(now)
         else:
             self.silence.restart(now)
-            self._changed = True
+            self.changed = True
         self._written, self.page = written, page or self.page
         self._read_since_gone = self._gone
 
     def unread(self) -> None:
         """It could not be read: silence begins anew, for its owner may have been kept from writing just so."""
         self.silence.restart()
-        self._changed = False
+        self.changed = False
 
     def life(self, seen: Callable[[Process], bool | None]) -> Life:
         """Say whether it is alive; `seen` tells whether its process is seen on this machine."""
         if self.page is None:
             return Life.UNSURE
         silent = self.silence.seconds
-        life = judge(self.page, seen(self.page.where), self._changed and silent < SILENCE, silent)
+        life = judge(self.page, seen(self.page.where), self.changed and silent < SILENCE, silent)
         return Life.UNSURE if life is Life.DEAD and not self._confirmed() else life
 
     def is_gone(self, seen: Callable[[Process], bool | None]) -> bool:

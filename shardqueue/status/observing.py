@@ -8,7 +8,7 @@ clock can tell. Whatever is under the prefix and is not ours is an error that sa
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from operator import eq
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ from shardqueue.errors import InvalidInputError, RecordError, RunError
 from shardqueue.learner import seen_here
 from shardqueue.logreader import READERS, LogReader
 from shardqueue.records import PROTOCOL, RUNS, Manifest, RunKeys
-from shardqueue.watching import Silence
+from shardqueue.watching import Watched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
@@ -82,15 +82,6 @@ class Observation:
     more_backs: bool = False
 
 
-@dataclass(slots=True)
-class _Seen:
-    """What earlier looks saw of a process."""
-
-    written: tuple[int, int]
-    silence: Silence = field(default_factory=Silence)
-    changed: bool = False
-
-
 class Observer:
     """Looks at one run again and again, and writes nothing.
 
@@ -118,7 +109,7 @@ class Observer:
         self.strange: dict[str, str] = {}
         self._mailbox, self._wanted, self._clock, self._seen_here = mailbox, run, clock, seen
         self._manifests: dict[str, Manifest] = {}
-        self._seen: dict[_Key, _Seen] = {}
+        self._watched: dict[_Key, Watched] = {}
         self._looked = False
 
     def look(self) -> Observation | None:
@@ -153,9 +144,8 @@ class Observer:
 
     def lost_sight(self) -> None:
         """The mailbox did not answer: silence begins anew, for learners may have been kept from writing just so."""
-        for seen in self._seen.values():
-            seen.silence.restart()
-            seen.changed = False
+        for watched in self._watched.values():
+            watched.unread()
 
     def _read_manifests(self, names: Collection[str]) -> None:
         """Those that are not known yet; a manifest does not change."""
@@ -221,14 +211,9 @@ class Observer:
         return reader.ledger, tuple(wrong)
 
     def _sighting(self, key: _Key, page: LogPage) -> Sighting:
-        now, written = self._clock.monotonic(), (page.page, page.write)
-        seen = self._seen.setdefault(key, _Seen(written))
-        if seen.written == written:
-            seen.silence.looked(now)
-        else:
-            seen.silence.restart(now)
-            seen.written, seen.changed = written, True
-        return Sighting(page, self._seen_here(page.where), seen.changed, seen.silence.seconds)
+        watched = self._watched.setdefault(key, Watched())
+        watched.saw(page, self._clock.monotonic())
+        return Sighting(page, self._seen_here(page.where), watched.changed, watched.silence.seconds)
 
     def _say_what_is_there(self) -> None:
         """Raise if anything is."""
