@@ -32,7 +32,7 @@ from benchmarks.report import Report, Row, options
 from benchmarks.seaweedfs import BUCKET, seaweedfs
 from shardqueue import Session, open_mailbox, shared_queue, unit_grid
 from shardqueue.clock import SystemClock
-from shardqueue.mailbox.faults import Wrapper
+from shardqueue.mailbox.faults import Counted
 from shardqueue.plan import Plan
 from shardqueue.records import LogPage, Manifest, Process, RunKeys, Totals, TrainedSpan
 from shardqueue.run import new_manifest
@@ -40,7 +40,7 @@ from shardqueue.simulate import Node, simulate
 from shardqueue.status.observing import Observer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from shardqueue.mailbox import Mailbox
     from shardqueue.units import Unit
@@ -157,27 +157,16 @@ def load(unit: Unit) -> Iterator[tuple[int, int]]:
 # -- status ------------------------------------------------------------------------------------------------
 
 
-class Counting(Wrapper):
-    """Counts the calls."""
-
-    def __init__(self, mailbox: Mailbox) -> None:
-        super().__init__(mailbox)
-        self.calls: Counter[str] = Counter()
-
-    def _around(self, verb: str, name: str, forward: Callable[[], Any]) -> Any:  # noqa: ARG002
-        self.calls[verb] += 1
-        return forward()
-
-
 def status(report: Report, store: str, url: str, environment: dict[str, str], **storage: Any) -> None:
     """Requests and seconds of `shardqueue status`."""
     mailbox = open_mailbox(url, **storage)
     pages = _write_logs(mailbox)
-    counting = Counting(mailbox)
-    Observer(counting, None, SystemClock()).look()
+    counted = Counted(mailbox)
+    Observer(counted, None, SystemClock()).look()
     case = f"status on {store}, {LEARNERS} learners, {UNITS:,} units, {pages} full pages"
-    total = sum(counting.calls.values())
-    report.add(Row(f"{case}: requests", total, "requests", LEARNERS + 6, f"{LEARNERS}: a page a learner"))
+    report.add(
+        Row(f"{case}: requests", counted.total, "requests", LEARNERS + 6, f"{LEARNERS}: a page a learner")
+    )
     command = [
         sys.executable,
         "-c",

@@ -240,7 +240,7 @@ class Claims:
                 claim.end = None
 
     def revoke(self, claim: Claim) -> None:
-        """Others have taken over `claim`: it was silent for too long."""
+        """`claim` is others': it never was ours, or we had been silent for too long."""
         claim.state = State.LOST
         self.hand.pop(claim, None)
         self._promise(claim, 0.0)
@@ -576,10 +576,8 @@ class Claims:
             self.asks.ask(Get(claim.key), partial(self._confirmed, claim))
             self._meet_when_due()
             return
-        claim.state = State.LOST
+        self.revoke(claim)
         self._lost.append(claim)
-        self._promise(claim, 0.0)
-        self._weigh(claim)
         self._wanting = claim.decided if self._wanting is None else min(claim.decided, self._wanting)
         self._known_attempts.add((claim.identifier, claim.attempt))
         self._thefts = 0
@@ -592,9 +590,7 @@ class Claims:
             self.pace.claimed(now - claim.decided)
             self._bound(claim)
             return
-        claim.state = State.LOST
-        self.hand.pop(claim, None)
-        self._weigh(claim)
+        self.revoke(claim)
         found = "nothing" if answer is None else "another claim"
         said = "the store said we created it, then showed"
         self.asks.fail(MailboxRefusedError(f"{claim.key}: {said} {found}; it cannot hold a queue"))

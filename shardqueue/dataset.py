@@ -367,7 +367,6 @@ class SharedQueueDataset(IterableDataset[Any]):
             worker=TAIL,
             stage=self.stage,
             reclaim_after=self._reclaim_after,
-            recovers=True,
         )
         feed = self._rest = Feed(self._plan, session, self.load_of(number), PREFETCH, None, place)
         feed.tracked = True
@@ -461,7 +460,6 @@ class SharedQueueDataset(IterableDataset[Any]):
             pass_=self.pass_name(pass_of(word)),
             stage=self.stage,
             reclaim_after=self._reclaim_after,
-            recovers=True,
         )
         run = self._run or (None if session.joined else self._block.run)
         feed = Feed(self._plan, session, self.load_of(pass_of(word)), PREFETCH, run, place)

@@ -522,7 +522,7 @@ class Feed:
             part=self._place.part,
             parts=self._place.parts,
             waits=self._place.waits,
-            reclaim_after=self._place.reclaim_after if self._place.recovers else None,
+            reclaim_after=None if self._place.inline else self._place.reclaim_after,
             seen=seen_here,
         )
         self._claims.allow(self._host.allowance(self._seat))

@@ -164,8 +164,8 @@ class Place:
         fresh: nothing was claimed in the pass when the host last looked.
         waits: where nothing is left to claim, it looks again for what is given back, instead of ending.
         stage: of the dataset.
-        reclaim_after: seconds of silence after which the run hands out a learner's units again; None for never.
-        recovers: where nothing is left to claim, it waits until all is trained, and ends what the silent hold.
+        reclaim_after: seconds of silence after which the run hands out a learner's units again; None for never. Where
+            nothing is left to claim, who is not `inline` waits until all is trained, and ends what the silent hold.
     """
 
     pass_: str = ""
@@ -178,7 +178,6 @@ class Place:
     waits: bool = False
     stage: str = ""
     reclaim_after: float | None = None
-    recovers: bool = False
 
 
 MAIN = Place()

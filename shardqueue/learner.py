@@ -20,8 +20,6 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from msgspec.structs import replace
-
 from shardqueue.plan import check_identifier
 from shardqueue.records import Current, HeldClaim, LogPage, Process, Totals, TrainedSpan
 
@@ -202,6 +200,19 @@ class _Span:
 
 
 @dataclass(slots=True)
+class _Current:
+    """A `Current` that still grows."""
+
+    batches: int = 0
+    samples: int = 0
+    step: int = 0
+
+    def frozen(self, pass_: str) -> Current:
+        """As it is now."""
+        return Current(pass_=pass_, batches=self.batches, samples=self.samples, step=self.step)
+
+
+@dataclass(slots=True)
 class _Handed:
     """A batch that is with the consumer."""
 
@@ -241,7 +252,8 @@ class Book:
     left: Left | None = None
     rests: bool = False
     keep: Callable[[TrainedSpan], None] = _forget
-    _currents: dict[str, Current] = field(default_factory=dict)
+    _currents: dict[str, _Current] = field(default_factory=dict)
+    _current: str = ""
     _held: dict[tuple[str, str, int], None] = field(default_factory=dict)
     _handed: list[_Handed] = field(default_factory=list)
     _spans: list[TrainedSpan] = field(default_factory=list)
@@ -298,14 +310,12 @@ class Book:
     def train(self, samples: int, wall: float, global_step: int | None = None) -> list[Step]:
         """Every batch handed out so far is trained, `samples` in all; return them."""
         done, self._handed = self._handed, []
-        span: _Span | None = None
         for handed in done:
             span = self._extend(handed, wall, global_step)
-            self._count(handed.step)
-        if span is not None:
+            current = self._count(handed.step)
+        if done:
             span.samples += samples
-            name, current = self._currents.popitem()
-            self._currents[name] = replace(current, samples=current.samples + samples)
+            current.samples += samples
         self.batches += len(done)
         self.samples += samples
         return [handed.step for handed in done]
@@ -359,7 +369,7 @@ class Book:
             rate=rate,
             trained=trained,
             held=[HeldClaim(*key) for key in self._held],
-            current=next(reversed(self._currents.values()), None),
+            current=self._currents[self._current].frozen(self._current) if self._currents else None,
             reached=self.reached,
             every=self.every,
             left=self.left,
@@ -388,10 +398,13 @@ class Book:
         self._spans.append(closed)
         self.keep(closed)
 
-    def _count(self, step: Step) -> None:
-        current = self._currents.pop(step.pass_, None)
-        if current is None:
-            current = Current(pass_=step.pass_, batches=0, samples=0, step=0)
-        self._currents[step.pass_] = replace(current, batches=current.batches + 1, step=int(step))
-        if len(self._currents) > CURRENT_PASSES:
-            del self._currents[next(iter(self._currents))]
+    def _count(self, step: Step) -> _Current:
+        if step.pass_ != self._current or not self._currents:
+            self._current = step.pass_
+            self._currents[step.pass_] = self._currents.pop(step.pass_, _Current())
+            if len(self._currents) > CURRENT_PASSES:
+                del self._currents[next(iter(self._currents))]
+        current = self._currents[step.pass_]
+        current.batches += 1
+        current.step = int(step)
+        return current

@@ -446,10 +446,12 @@ class Lockstep:
 
     def _check_units(self, dataset: SharedQueueDataset, supply: Supply, total: int, rows: list[Row]) -> None:
         """Where only the caller says how many batches there are: whether some may have been left out."""
+        if not supply.at_end or dataset.plan.total is not None or total != dataset.batches:
+            return
         assert self.session.joined is not None
         units = len(self.session.joined.left(dataset.plan, supply.pass_))
         left = units - int(sum(row.units for row in rows))
-        if supply.at_end and dataset.plan.total is None and total == dataset.batches and left > 0:
+        if left > 0:
             logger.warning(
                 "%d of %d units were not claimed in pass %s: batches=%d was reached before; if they have batches, "
                 "these are not trained",

@@ -79,7 +79,7 @@ class SharedQueue:
             bound = f"the mailbox of the entered session of {self._learner_id!r}"
             raise InvalidInputError("mailbox", self._mailbox, bound, remedy)
         check_log_pause(session.log_every, self._reclaim_after)
-        place = Place(reclaim_after=self._reclaim_after, recovers=True)
+        place = Place(reclaim_after=self._reclaim_after)
         self._feed = Feed(self._plan, session, self._load, self._prefetch, self._run, place)
         try:
             self._feed.start()

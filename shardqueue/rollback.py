@@ -106,8 +106,9 @@ class Rollback:
         lost: dict[Attempt, int] = {}
         for (attempt, begin), call, done in zip(begins.items(), calls, offered, strict=True):
             data = self._mailbox.get(call.key) if done else None
-            if data is not None and BackRecord.decode(data, call.key).begin > begin:
-                lost[attempt] = BackRecord.decode(data, call.key).begin - begin
+            found = begin if data is None else BackRecord.decode(data, call.key).begin
+            if found > begin:
+                lost[attempt] = found - begin
         if begins:
             logger.info("%s: %d attempts of its earlier instance ended", self._me.learner, len(begins))
         if lost:
