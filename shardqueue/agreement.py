@@ -21,12 +21,16 @@ import torch.distributed as dist
 from shardqueue.errors import AgreementError, InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
 logger = logging.getLogger("shardqueue")
 
-STEP, WORDS = 1.0, 2.0
-DOING = {STEP: "asks for its next batch", WORDS: "begins a loop, or leaves the run"}
+STEP, WORDS, SUMS = 1.0, 2.0, 3.0
+DOING = {
+    STEP: "asks for its next batch",
+    WORDS: "begins a loop, or leaves the run",
+    SUMS: "adds up the gradients of an elastic step",
+}
 """What a rank does, by the kind of what it says."""
 TURN = 1.0
 """Seconds after which a rank that waits for others looks up."""
@@ -38,10 +42,11 @@ PATIENCE = 5.0
 
 @dataclass(slots=True)
 class Row:
-    """One rank's numbers in an agreement; `kind` is STEP or WORDS, and then `size` how many bytes follow.
+    """One rank's numbers in an agreement; `kind` is STEP, WORDS (then `size` is how many bytes follow) or SUMS.
 
     `has` counts the batches it is certain to get; of the `had` ones of this pass the largest had `size` samples, and
-    `small` ones had much fewer.
+    `small` ones had much fewer. Of elastic step `step` it trained `micro` micro-batches that weigh `weight` together,
+    in `seconds` each; it takes `group` of them at once.
     """
 
     kind: float = STEP
@@ -58,6 +63,11 @@ class Row:
     waited: float = 0.0
     elapsed: float = 0.0
     units: float = 0.0
+    step: float = 0.0
+    micro: float = 0.0
+    weight: float = 0.0
+    seconds: float = 0.0
+    group: float = 1.0
 
     def numbers(self) -> tuple[float, ...]:
         """The row of the table."""
@@ -102,11 +112,12 @@ class Ranks:
         if group is not None and not broken and dist.is_initialized():
             dist.destroy_process_group(group)
 
-    def begin(self, row: Row) -> Agreement:
-        """Start to agree."""
-        table = np.zeros((self.size, COLUMNS))
-        table[self.rank] = row.numbers()
-        return Agreement(self, table, self._sum(table))
+    def begin(self, row: Row, more: Sequence[float] = ()) -> Agreement:
+        """Start to agree; `more` is summed beside it, and as long on every rank."""
+        numbers = np.zeros(self.size * COLUMNS + len(more))
+        numbers[self.rank * COLUMNS : (self.rank + 1) * COLUMNS] = row.numbers()
+        numbers[self.size * COLUMNS :] = more
+        return Agreement(self, numbers, self._sum(numbers))
 
     def gather(self, said: Mapping[str, object]) -> list[dict[str, Any]]:
         """What each rank said, by rank; JSON."""
@@ -123,7 +134,7 @@ class Ranks:
         try:
             return dist.all_reduce(torch.from_numpy(table), group=self._group, async_op=True)
         except RuntimeError as error:
-            raise self._lost(error) from error
+            raise self.lost(error) from error
 
     def wait(self, work: Any) -> None:
         """Until all ranks have taken part.
@@ -138,7 +149,7 @@ class Ranks:
                 return
             except RuntimeError as error:
                 if work.is_completed():
-                    raise self._lost(error) from error
+                    raise self.lost(error) from error
             waited += TURN
             if waited == LONG:
                 logger.warning(
@@ -151,7 +162,8 @@ class Ranks:
                 if gone is not None:
                     raise gone
 
-    def _lost(self, error: RuntimeError) -> BaseException:
+    def lost(self, error: RuntimeError) -> BaseException:
+        """What to raise for an error of the group, or of its store: who is gone, as far as that can be told."""
         return self.gone(error) or error
 
 
@@ -160,7 +172,7 @@ class Agreement:
     """One that is under way."""
 
     ranks: Ranks
-    table: np.ndarray[Any, Any]
+    numbers: np.ndarray[Any, Any]
     work: Any
 
     def rows(self) -> list[Row]:
@@ -171,7 +183,7 @@ class Agreement:
             PeerGoneError: one is gone.
         """
         self.ranks.wait(self.work)
-        rows = [Row(*row) for row in self.table.tolist()]
+        rows = [Row(*row) for row in self.numbers[: self._end].reshape(-1, COLUMNS).tolist()]
         for rank, row in enumerate(rows):
             if row.kind != rows[0].kind:
                 raise AgreementError(
@@ -179,6 +191,16 @@ class Agreement:
                     "together, and leave it after the same batch"
                 )
         return rows
+
+    @property
+    def more(self) -> list[float]:
+        """What was summed beside the rows, after `rows`."""
+        more: list[float] = self.numbers[self._end :].tolist()
+        return more
+
+    @property
+    def _end(self) -> int:
+        return self.ranks.size * COLUMNS
 
 
 def world() -> Any:

@@ -381,6 +381,15 @@ class SharedQueueDataset(IterableDataset[Any]):
             InvalidInputError: it is to hand out the units of a silent learner again, which ends ranks that step
                 together.
         """
+        self.refuse_to_reclaim()
+        yield from lockstep_of(session, group).train(self, loader, uneven=uneven)
+
+    def refuse_to_reclaim(self) -> None:
+        """Ranks that step together end where one is gone.
+
+        Raises:
+            InvalidInputError: the units of a silent learner are to be handed out again.
+        """
         if self._reclaim_after is not None:
             remedy = (
                 "leave it out: a rank that is gone ends the others, and the job goes on from its last state"
@@ -388,7 +397,6 @@ class SharedQueueDataset(IterableDataset[Any]):
             raise InvalidInputError(
                 "reclaim_after", self._reclaim_after, "None where ranks step together", remedy
             )
-        yield from lockstep_of(session, group).train(self, loader, uneven=uneven)
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -463,6 +471,7 @@ class SharedQueueDataset(IterableDataset[Any]):
         )
         run = self._run or (None if session.joined else self._block.run)
         feed = Feed(self._plan, session, self.load_of(pass_of(word)), PREFETCH, run, place)
+        feed.tracked = self._together
         self._source = feed
         failed = True
         try:

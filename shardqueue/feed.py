@@ -166,6 +166,18 @@ class Feed:
                 self._claims.waits = False
             self._news.notify()
 
+    @property
+    def waiting(self) -> int:
+        """Batches that can be taken without waiting.
+
+        Raises:
+            Exception: what ended this feed, of the loader or of the mailbox.
+        """
+        with self._lock:
+            if self._error is not None and not self._head_may_come():
+                raise self._error
+            return sum(loaded.claim.state is State.OURS for loaded in self._buffer)
+
     def take_if_ready(self) -> tuple[Step, Any] | None:
         """Take the next batch if it waits already.
 

@@ -37,6 +37,7 @@ class Agreed:
         repeated: batches handed out again so far in the run, on all ranks.
         units: in the plan.
         ranks: as of the last agreement, at most 16 steps before.
+        each: batches of a step, on all ranks.
     """
 
     epoch: int
@@ -48,3 +49,4 @@ class Agreed:
     repeated: int
     units: int
     ranks: tuple[RankState, ...]
+    each: int

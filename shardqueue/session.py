@@ -709,6 +709,11 @@ class Session:
             tick = at[1] if at is not None and at[0] == step.pass_ else None
             self._book.hand(step, waited, self.clock.wall(), tick)
 
+    def waited(self, seconds: float) -> None:
+        """The loop waited so long for data, elsewhere than in `track`."""
+        with self.lock:
+            self._book.waited += seconds
+
     def came_back(self) -> None:
         """The loop asks for the next batch."""
         forgotten = False

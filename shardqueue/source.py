@@ -62,6 +62,10 @@ class Source(Protocol):
         """Others have taken over this batch and what follows it in its unit: we had been silent for too long."""
         ...
 
+    def stop(self) -> None:
+        """Claim and load no more; what that leaves is settled by `close`."""
+        ...
+
     def replace(self) -> None:
         """Another source of this learner begins on the same pass: leave."""
         ...

@@ -6,6 +6,7 @@ pass the training process claims for itself, with a feed that does (the *tail*).
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from shardqueue.ahead import Ahead
 from shardqueue.allowance import UNLIMITED, Allowance
 from shardqueue.errors import InvalidInputError, LoadError
 from shardqueue.feed import Feed
@@ -35,6 +37,7 @@ class Supply:
 
     Args:
         share: batches this rank is allowed; None for no limit.
+        ahead: items that are to be in hand, so that it is known whether there is one; 0 where nobody asks.
 
     Attributes:
         stage, number: of the pass.
@@ -48,6 +51,7 @@ class Supply:
         loader: Iterable[Any],
         pass_: str,
         share: int | None,
+        ahead: int = 0,
     ) -> None:
         self._session, self._dataset, self._loader = session, dataset, loader
         self.pass_, self._share = pass_, share
@@ -57,7 +61,8 @@ class Supply:
         self._tail: Feed | None = None
         self._lifted = self._cut = self._closed = False
         workers = getattr(loader, "num_workers", 0) > 0
-        self._items: Iterator[Any] | None = session.walk(loader, [dataset] if workers else [])
+        self._ahead = Ahead(loader, ahead) if ahead else None
+        self._items: Iterator[Any] | None = session.walk(self._ahead or loader, [dataset] if workers else [])
 
     @property
     def assured(self) -> int:
@@ -106,6 +111,35 @@ class Supply:
         if self._tail is not None:
             self._session.allow(self._tail_key, UNLIMITED)
             self._tail.wait_no_more()
+
+    @property
+    def in_hand(self) -> int:
+        """Items that can be fetched without waiting, where they are looked for ahead.
+
+        Raises:
+            Exception: of the loader, or of the mailbox.
+        """
+        ahead = self._ahead
+        if ahead is not None and self._items is not None and ahead.over:
+            self._leave_loader()
+        if self._items is not None:
+            return 0 if ahead is None else ahead.count
+        return 0 if self._tail is None else self._tail.waiting
+
+    def wait(self, seconds: float) -> None:
+        """Until there may be one more in hand, at most so long."""
+        if self._ahead is None or self._items is None:
+            threading.Event().wait(seconds)
+        else:
+            self._ahead.wait(seconds)
+
+    def _leave_loader(self) -> None:
+        """The loader is at its end, or failed, which raises."""
+        assert self._items is not None
+        for _ in self._items:
+            raise LoadError("the loader gave an item after its end")
+        self._items = None
+        self._from_loader = self._taken
 
     def fetch(self, wait: bool) -> Any:
         """The next item; None when there is none, or (not `wait`) none yet past the loader."""
@@ -175,6 +209,11 @@ class Supply:
             if self.at_end:
                 next(items, None)
             cast("Any", items).close()
+        if self._ahead is not None:
+            source = self._session.source_on(self.pass_)
+            if source is not None and not self.at_end:
+                source.stop()
+            self._ahead.close()
         if self._tail is not None and self.at_end:
             self._end_tail(self._tail)
         elif self._tail is not None:

@@ -21,7 +21,7 @@ from learners import until
 from torch import distributed
 from torch.utils.data import DataLoader
 
-from shardqueue import Session, SharedQueueDataset, Unit, agreement, lockstep, open_mailbox, unit_grid
+from shardqueue import Session, SharedQueueDataset, Unit, agreement, assembly, open_mailbox, unit_grid
 from shardqueue.errors import MailboxUnavailableError, ShardQueueWarning
 from shardqueue.mailbox.faults import Outage, Wrapper
 from shardqueue.records import RunKeys
@@ -231,7 +231,7 @@ def letting_go() -> Iterator[None]:
 @contextmanager
 def impatient() -> Iterator[None]:
     """Look after a second, not several, who is gone or has another prefix."""
-    with patch.object(lockstep, "SHARING", 1.0), patch.object(agreement, "PATIENCE", 1.0):
+    with patch.object(assembly, "SHARING", 1.0), patch.object(agreement, "PATIENCE", 1.0):
         yield
 
 

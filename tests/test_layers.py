@@ -110,6 +110,11 @@ FLOORS = {
     "workers": 3,
     # 4 training
     "agreement": 4,
+    "gradients": 4,
+    "assembly": 4,
+    "ahead": 4,
+    "elastic": 4,
+    "tokens": 4,
     "lockstep": 4,
     "supply": 4,
     "dataset": 4,
@@ -122,6 +127,8 @@ FLOORS = {
     "lightning.numbers": 4,
     "lightning.sources": 4,
     "lightning.stay": 4,
+    "lightning.steplogs": 4,
+    "lightning.strategy": 4,
     "rows": 4,
     # 5 windows
     "audit": 5,

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from lightning.pytorch import Callback
 
-from shardqueue.agreement import batch_samples
 from shardqueue.errors import ClosedError, InvalidInputError
 from shardqueue.lightning.numbers import (
     group_factors,
@@ -52,7 +51,7 @@ class AgreeingData(Protocol):
 
     session: Session | None
     agreed: Agreed | None
-    repeating: bool
+    samples: int
 
 
 class SharedQueueCallback(Callback):
@@ -178,12 +177,12 @@ class SharedQueueCallback(Callback):
         trainer: Trainer,
         pl_module: LightningModule,
         outputs: Any,  # noqa: ARG002
-        batch: Any,
+        batch: Any,  # noqa: ARG002
         batch_idx: int,  # noqa: ARG002
     ) -> None:
         """Count the batch, and if an optimizer has stepped say that it and those before it are trained."""
-        if self._data is not None and not self._data.repeating:
-            self._samples += batch_samples(batch)
+        if self._data is not None:
+            self._samples += self._data.samples
         self._accumulating = trainer.global_step == self._global_step
         if not self._accumulating:
             self._trained(trainer.global_step)
@@ -204,7 +203,8 @@ class SharedQueueCallback(Callback):
             return
         agreed = self._agreed()
         rates, self._logged = rank_rates(agreed.ranks, self._logged), agreed.ranks
-        found = metrics(agreed, rates, seconds_left(_steps_left(trainer, agreed), rates), self._rate)
+        eta = seconds_left(_steps_left(trainer, agreed), agreed.each, rates)
+        found = metrics(agreed, rates, eta, self._rate)
         for logger in trainer.loggers:
             logger.log_metrics({f"{self.prefix}{name}": value for name, value in found.items()}, step=step)
         shown = {short: found[name] for short, name in PROGRESS_BAR.items() if name in found}

@@ -1,6 +1,7 @@
 """`SharedQueueDataModule`: a Lightning Trainer's data, shared out through a queue.
 
-Training goes in lockstep (see `lockstep`): the ranks of any strategy get as many batches. Validation, test and
+Training goes in lockstep (see `lockstep`): the ranks of any strategy get as many batches; under an `ElasticStrategy`
+they share out each step's batches by their speed. Validation, test and
 prediction go by speed: every sample once, on one rank, and nobody waits for the slowest before the end; where the
 strategy has collectives in forward, the ranks take as many steps and the surplus ones are discarded.
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from contextlib import closing, contextmanager
+from functools import partial
 from itertools import islice
 from math import ceil, inf
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -27,6 +29,7 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.combined_loader import _shutdown_workers_and_reset_iterator
 
 from shardqueue.agreement import batch_samples, world_size
+from shardqueue.assembly import check_alike
 from shardqueue.errors import ClosedError, InvalidInputError, ShardQueueWarning
 from shardqueue.lightning.callback import SharedQueueCallback
 from shardqueue.lightning.evaluation import (
@@ -38,7 +41,8 @@ from shardqueue.lightning.evaluation import (
 from shardqueue.lightning.restart import Restart
 from shardqueue.lightning.sources import STAGES, Sources, Stage, StageFeed
 from shardqueue.lightning.stay import Stay
-from shardqueue.lockstep import check_alike, shares
+from shardqueue.lightning.strategy import ElasticStrategy
+from shardqueue.lockstep import shares
 from shardqueue.state import State
 
 if TYPE_CHECKING:
@@ -184,6 +188,7 @@ class SharedQueueDataModule(LightningDataModule):
         self.session: Session | None = None
         self.agreed: Agreed | None = None
         self.repeating = False
+        self._samples = 0
         self.step: Step | None = None
         self.steps: list[Step] = []
         self.place: Place | None = None
@@ -310,9 +315,24 @@ class SharedQueueDataModule(LightningDataModule):
         _refuse_shared_replicas(self._trainer)
         average_counts_exactly(self._trainer.strategy)
         if stage == "train":
-            shares(self._feed(stage).dataset, self._trainer.world_size, self._sources.uneven)
+            shares(self._feed(stage).dataset, self._each, self._sources.uneven)
         self._feed(stage)
         return TrainLoader(self, stage) if stage == "train" else StageLoader(self, stage)
+
+    @property
+    def samples(self) -> int:
+        """Samples that this rank trained in the training step, or will."""
+        return self._elastic.samples if self._elastic else self._samples
+
+    @property
+    def _elastic(self) -> ElasticStrategy | None:
+        strategy = None if self.trainer is None else self.trainer.strategy
+        return strategy if isinstance(strategy, ElasticStrategy) else None
+
+    @property
+    def _each(self) -> int:
+        """Batches of a training step, on all ranks."""
+        return self._elastic.micro_batches if self._elastic else self._trainer.world_size
 
     @property
     def _trainer(self) -> Trainer:
@@ -329,7 +349,7 @@ class SharedQueueDataModule(LightningDataModule):
         overfit = trainer.overfit_batches if stage == "train" else 0
         feed = self._feeds.get(stage)
         if feed is None or feed.source is not source or feed.overfit != overfit:
-            feed = self._feeds[stage] = self._sources.feed(stage, source, overfit, trainer)
+            feed = self._feeds[stage] = self._sources.feed(stage, source, overfit, self._each, trainer)
         return feed
 
     def _enter(self, stage: Stage) -> Stay:
@@ -359,6 +379,8 @@ class SharedQueueDataModule(LightningDataModule):
     def _leave(self, error: BaseException | None) -> None:
         if error is None:
             self._settle()
+        if self._elastic:
+            self._elastic.leave()
         stay, self._stay, self.session = self._stay, None, None
         self.agreed = self.step = None
         loaders = [feed.loader for feed in self._feeds.values()]
@@ -416,7 +438,8 @@ class SharedQueueDataModule(LightningDataModule):
         if not stay.trial:
             self._trained = stay.session
         dataset.set_epoch(epoch)
-        loop = stay.lockstep.train(
+        elastic = self._elastic
+        loop = (partial(elastic.train, stay) if elastic else stay.lockstep.train)(
             dataset,
             self._feed("train").loader,
             uneven=self._sources.uneven,
@@ -427,7 +450,8 @@ class SharedQueueDataModule(LightningDataModule):
         with closing(loop):
             for step, batch in loop:
                 self.step, self.agreed, self.repeating = step, stay.lockstep.agreed, stay.lockstep.repeating
-                stay.hand(0 if self.repeating or not stay.marks else batch_samples(batch))
+                self._samples = 0 if self.repeating else batch_samples(batch)
+                stay.hand(self._samples if stay.marks and not elastic else 0)
                 yield batch
                 stay.calm.close()
                 self._settle()
@@ -478,7 +502,7 @@ class SharedQueueDataModule(LightningDataModule):
             done = self.place.done
             trained = State.of(self._start).passes.get(dataset.pass_name(self.place.epoch))
             before = 0 if trained is None else trained.batches
-        return done + shares(dataset, self._trainer.world_size, self._sources.uneven, None, before)[1]
+        return done + shares(dataset, self._each, self._sources.uneven, None, before)[1]
 
     def _steps_done(self) -> int:
         """Steps of the epoch that a checkpoint has behind it, where the Trainer goes on in its middle."""

@@ -136,10 +136,10 @@ def steps_left(step: int, steps: int, epochs_after: int | None, most: float) -> 
     return min(rest + epochs_after * steps, most)
 
 
-def seconds_left(steps: float, rates: Sequence[RankRate]) -> float | None:
-    """Seconds until so many steps are done at these rates, each step a batch on every rank; None if none is known."""
-    pace = sum(rate.batches for rate in rates) / len(rates) if rates else 0.0
-    return steps / pace if pace > 0 else None
+def seconds_left(steps: float, each: int, rates: Sequence[RankRate]) -> float | None:
+    """Seconds until so many steps of `each` batches are done, on all ranks together; None if no rate is known."""
+    pace = sum(rate.batches for rate in rates)
+    return steps * each / pace if pace > 0 else None
 
 
 def metrics(

@@ -137,8 +137,14 @@ class Sources:
             )
         check_rows(source)
 
-    def feed(self, stage: Stage, source: Any, overfit: float, trainer: Trainer) -> StageFeed:
-        """Make what the loaders of a stage read; `overfit` is the Trainer's `overfit_batches`.
+    def feed(self, stage: Stage, source: Any, overfit: float, each: int, trainer: Trainer) -> StageFeed:
+        """Make what the loaders of a stage read.
+
+        Args:
+            stage, source: of which.
+            overfit: the Trainer's `overfit_batches`.
+            each: batches of a training step, on all ranks.
+            trainer: whose loaders they are.
 
         Raises:
             InvalidInputError: the source cannot be read.
@@ -147,10 +153,10 @@ class Sources:
         self.check(stage, source)
         dataset, whole = self._dataset(stage, source), None
         if overfit:
-            steps = shares(dataset, trainer.world_size, self.uneven)[1]
+            steps = shares(dataset, each, self.uneven)[1]
             whole = None if isinstance(overfit, int) else steps
             few = int(overfit if whole is None else overfit * whole)
-            dataset = self._dataset(stage, source, max(1, few) * trainer.world_size)
+            dataset = self._dataset(stage, source, max(1, few) * each)
         dataset.stage = "" if stage == "train" else stage
         loader: DataLoader[Any] = DataLoader(
             dataset,

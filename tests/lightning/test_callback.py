@@ -104,7 +104,7 @@ class Data(LightningDataModule):
         super().__init__()
         self.session: Session | None = None
         self.agreed: Agreed | None = None
-        self.repeating = False
+        self.samples = 0
         self.batches, self.repeats, self.drift, self.source = batches, repeats, drift, source
         self.handed = 0
 
@@ -117,8 +117,8 @@ class Data(LightningDataModule):
         ranks = tuple(RankState(rank, "node", *self.state(rank)) for rank in range(2))
         repeated = sum(one < self.handed for one in self.repeats)
         epoch = self.handed // self.batches
-        self.agreed = Agreed(epoch, step, self.batches, 2 * step, total, progress, repeated, 10, ranks)
-        self.repeating = self.handed in self.repeats
+        self.agreed = Agreed(epoch, step, self.batches, 2 * step, total, progress, repeated, 10, ranks, 2)
+        self.samples = 0 if self.handed in self.repeats else ROWS
         self.handed += 1
 
     def state(self, rank: int) -> tuple[int, int, float, float, int]:
@@ -182,7 +182,7 @@ def state(
 
 
 def agreed(ranks: Sequence[RankState], units: int = 100) -> Agreed:
-    return Agreed(0, 5, 10, 10, 20, 5, 3, units, tuple(ranks))
+    return Agreed(0, 5, 10, 10, 20, 5, 3, units, tuple(ranks), 2)
 
 
 class TestRates:
@@ -220,12 +220,13 @@ class TestTheEnd:
 
     def test_seconds_left_are_at_the_pace_of_the_step(self) -> None:
         rates = rank_rates([state(rank, batches=6, elapsed=3.0) for rank in range(2)])
-        assert seconds_left(8, rates) == 4.0
-        assert seconds_left(0, rates) == 0.0
+        assert seconds_left(8, 2, rates) == 4.0
+        assert seconds_left(8, 6, rates) == 12.0
+        assert seconds_left(0, 2, rates) == 0.0
 
     def test_without_a_pace_nothing_is_said(self) -> None:
-        assert seconds_left(8, []) is None
-        assert seconds_left(8, rank_rates([state(0, elapsed=3.0)])) is None
+        assert seconds_left(8, 1, []) is None
+        assert seconds_left(8, 1, rank_rates([state(0, elapsed=3.0)])) is None
 
 
 class TestMetrics:

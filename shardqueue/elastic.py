@@ -1,0 +1,514 @@
+"""Ranks that share out the micro-batches of each optimizer step (*elastic steps*), for any training loop.
+
+A step has as many micro-batches for all ranks together as ever, and each rank takes the next one when it is ready. So
+a step costs total work over total speed, and its gradients are those of one process that went through all of it:
+
+    elastic = Elastic(session, model, micro_batches=32)
+    for step in elastic.steps(loader):
+        optimizer.zero_grad()
+        for _, (inputs, targets) in step:
+            loss(model(inputs), targets).backward()
+        step.reduce()
+        optimizer.step()
+        session.step(samples=step.samples)
+
+Which data a rank holds (claimed from the queue and loaded ahead) and how many micro-batches of the step it computes
+(tokens, see `tokens`) are two things: any data makes a step. Data comes first: a rank with nothing in hand takes no
+token. Who takes the next one is a policy (`turns`) that knows how fast everybody was. A rank that leaves it to
+others, or has no data, looks again until all tokens of the step are taken, and only then adds up: nothing is lost.
+
+What is added up is a header, the ranks' counts and speeds, on a group of our own, and the gradients in buckets (see
+`gradients`), which begin to travel during the last micro-batch. The counts decide what to divide by, and are compared
+with what the plan says.
+
+Which micro-batches make a step differs from run to run, since it follows the ranks' speeds; the learners' logs say at
+which step each was trained.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves, tree_map
+
+from shardqueue.agreement import PATIENCE, SUMS, TURN, Row, batch_samples, world
+from shardqueue.errors import AgreementError, ClosedError, InvalidInputError
+from shardqueue.gradients import Gradients, broadcast_module
+from shardqueue.lockstep import course_of, lockstep_of, shares
+from shardqueue.tokens import Tokens
+from shardqueue.tracking import dataset_of
+from shardqueue.turns import Speeds, turn
+from shardqueue.units import Step, check_flag, check_int
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+
+    from shardqueue.dataset import SharedQueueDataset
+    from shardqueue.lockstep import Course
+    from shardqueue.progress import Agreed, RankState
+    from shardqueue.session import Session
+    from shardqueue.supply import Supply
+
+SOON, LATER = 0.0002, 0.005
+"""Seconds between two looks of a rank that has nothing to do: at first, and at most."""
+SCARCE = 1
+"""Steps that must be left beyond what the ranks hold; with less, nobody leaves a micro-batch to others."""
+
+
+class Elastic:
+    """A training process's part in elastic steps.
+
+    Every rank of the process group makes one, with the same model; the parameters and buffers of rank 0 become
+    everybody's. The model is not to be wrapped by DistributedDataParallel. The loader is a
+    `DataLoader(batch_size=None)` over a `SharedQueueDataset`, whose items are the micro-batches.
+
+    A step's gradients are those of the mean over its samples, if the loss of a micro-batch is the mean over its own:
+    sum(weight x gradient) / sum(weight), with `weight` samples by default. Floating buffers become the mean over the
+    micro-batches, integer ones add up.
+
+    Args:
+        session: entered; of this process.
+        model: what is trained.
+        micro_batches: of a step, on all ranks together; at least one a rank.
+        process_group: of the ranks; None for all of `torch.distributed`'s, or for this process alone without it.
+        group: micro-batches that this rank takes at once, joined into one batch, where it has the memory.
+        weight: from a batch to what it counts, where that is not its number of samples: tokens, for one.
+        overlap: begin to add up during a rank's last backward of a step. False where a micro-batch has several.
+
+    Raises:
+        InvalidInputError: an argument is out of range, or the model communicates by itself.
+        AgreementError: the ranks have other models or other settings.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        model: torch.nn.Module,
+        micro_batches: int,
+        *,
+        process_group: Any = None,
+        group: int = 1,
+        weight: Callable[[Any], float] | None = None,
+        overlap: bool = True,
+    ) -> None:
+        self.group = check_int("group", group, 1)
+        self.micro_batches = check_int("micro_batches", micro_batches, 1)
+        if weight is not None and not callable(weight):
+            raise InvalidInputError("weight", weight, "a function of the batch, or None", "leave it out")
+        check_flag("overlap", overlap)
+        refuse_model(model)
+        process_group = world() if process_group is None else process_group
+        self.session, self._weight = session, weight
+        self.lockstep = lockstep_of(session, process_group)
+        self._ranks = self.lockstep.ranks
+        check_micro_batches(micro_batches, self._ranks.size)
+        self.lockstep.agree({"micro_batches": micro_batches, "model": _signature(model)})
+        if self._ranks.size > 1:
+            broadcast_module(model, process_group)
+        self.gradients = Gradients(model, process_group if self._ranks.size > 1 else None)
+        if overlap:
+            self.gradients.last = self._is_last
+        self.tokens: Tokens | None = None
+        self._step_now: ElasticStep | None = None
+        self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        self._speeds = Speeds.unknown(self._ranks.size)
+        self._groups = [group] * self._ranks.size
+        self._rows: list[Row] = []
+
+    def steps(self, loader: Iterable[Any], limit: int | None = None) -> Generator[ElasticStep]:
+        """The steps of one pass over a loader's dataset. Every rank must iterate them, to the same step.
+
+        Args:
+            loader: a `DataLoader(batch_size=None)` over a `SharedQueueDataset`.
+            limit: steps, at most.
+
+        Raises:
+            InvalidInputError: the number of batches is not known, or too small to give each rank one.
+            AgreementError: the ranks do not agree, or one is gone.
+            ClosedError: `ElasticStep.reduce` was not called for a step.
+        """
+        dataset = cast("SharedQueueDataset", dataset_of(loader, self.session))
+        yield from self.train(dataset, loader, limit=limit)
+
+    def train(
+        self,
+        dataset: SharedQueueDataset,
+        loader: Iterable[Any],
+        *,
+        uneven: str = "repeat",
+        limit: int | None = None,
+        done: int = 0,
+        run: str | None = None,
+        settings: Mapping[str, object] | None = None,
+    ) -> Generator[ElasticStep]:
+        """The steps of one pass; for the arguments see `Lockstep.train`.
+
+        With `uneven` "repeat" the last step has what is left, and nothing is repeated; "drop" leaves that out.
+        """
+        dataset.refuse_to_reclaim()
+        each, lockstep, session = self.micro_batches, self.lockstep, self.session
+        total, steps = shares(dataset, each, uneven, limit)
+        own = {
+            "uneven": uneven,
+            "micro_batches": each,
+            "limit": limit,
+            "done": done,
+            "total": total,
+            "steps": steps,
+        }
+        pass_ = lockstep.begin(dataset, {**(settings or {}), **own}, run)
+        course = course_of(dataset, session, each, uneven=uneven, limit=limit, done=done)
+        if lockstep.is_over(dataset, pass_, course):
+            return
+        assert session.joined is not None
+        if self.tokens is None:
+            self.tokens = Tokens(self._ranks, session.joined.manifest.run_id)
+        reserved = self._reserved(dataset, course)
+        first = 0
+        if reserved and self._ranks.size > 1:
+            first = 1 if dataset.plan.total is None else max(1, course.left // self._ranks.size)
+        supply = lockstep.supply(dataset, loader, pass_, first, ahead=self.group)
+        with dataset.together():
+            try:
+                session.at(pass_, course.steps.start)
+                begun, rows = lockstep.begin_by_speed(supply, first)
+                self._rows = rows or self._ranks.begin(lockstep.row(supply)).rows()
+                for number in course.steps:
+                    states = lockstep.states(self._rows)
+                    yield from self._one_step(dataset, supply, course, number, states, begun)
+                    begun = None
+                    lockstep.check_alone(supply)
+                    session.came_back()
+            finally:
+                supply.close()
+
+    def close(self) -> None:
+        """Take the hooks off the model."""
+        self.gradients.close()
+
+    def _reserved(self, dataset: SharedQueueDataset, course: Course) -> bool:
+        """Whether every rank has a micro-batch of the first step for itself, so that it knows what a step logs."""
+        size = self._ranks.size
+        if course.begun + course.left < size:
+            bound = f"at least {size}, one a rank"
+            raise InvalidInputError(
+                "batches", dataset.batches, bound, "make batches smaller, or use fewer ranks"
+            )
+        return course.needed(course.steps.start) >= size
+
+    def _one_step(
+        self,
+        dataset: SharedQueueDataset,
+        supply: Supply,
+        course: Course,
+        number: int,
+        states: tuple[RankState, ...],
+        begun: Any,
+    ) -> Generator[ElasticStep]:
+        lockstep, session = self.lockstep, self.session
+        supply.at_end = number == course.steps.stop - 1
+        session.at(supply.pass_, number)
+        agreed = lockstep.agreed = lockstep.as_agreed(dataset, supply.number, number, course, states)
+        session.gave(supply.pass_, number, supply.at_end)
+        needed = course.needed(number)
+        assert self.tokens is not None
+        reserved = self._ranks.size if number == course.steps.start and self._reserved(dataset, course) else 0
+        self.tokens.begin(supply.pass_, number, needed - reserved)
+        after = course.total - course.before(number) - needed
+        held = sum(row.has for row in self._rows)
+        step = ElasticStep(self, supply, agreed, needed, scarce=after - held < SCARCE * self.micro_batches)
+        step.reserved, step.begun = bool(reserved), begun
+        self.gradients.begin()
+        self._step_now = step
+        yield step
+        step.check_reduced()
+        if supply.at_end:
+            lockstep.check_units(dataset, supply, course.total, self._rows)
+
+    def _is_last(self) -> bool:
+        """Whether nothing follows for this rank in the step."""
+        return self._step_now is not None and self.tokens is not None and not self.tokens.left()
+
+    # -- for a step --------------------------------------------------------------------------------------
+
+    def take(self, step: ElasticStep) -> list[Any]:
+        """The next items of this rank, as soon as it is its turn; empty once all tokens are taken."""
+        assert self.tokens is not None
+        supply, clock = step.supply, self.session.clock
+        if step.reserved:
+            step.reserved = False
+            return [step.begun if step.begun is not None else supply.fetch_promised()]
+        began = looked = clock.monotonic()
+        waited, known, since, pause = 0.0, -1, began, SOON
+        while left := self.tokens.left():
+            now = clock.monotonic()
+            if left != known:
+                known, since = left, now
+            ready = supply.in_hand
+            wanted = 0
+            if ready:
+                wanted = turn(
+                    self._ranks.rank,
+                    left,
+                    self._speeds.seconds,
+                    need=step.needed,
+                    own=step.micro_batches,
+                    elapsed=now - step.began,
+                    stale=now - since,
+                    groups=self._groups,
+                    scarce=step.scarce,
+                )
+            got = self.tokens.take(min(wanted, ready))
+            if got:
+                self._note_wait(step, waited, now - began)
+                return [supply.fetch_promised() for _ in range(got)]
+            if wanted and ready:
+                continue
+            if now - began > PATIENCE and now - looked > TURN:
+                looked = now
+                gone = self._ranks.gone(None)
+                if gone is not None:
+                    raise gone
+            supply.wait(pause)
+            waited += 0.0 if ready else clock.monotonic() - now
+            pause = min(LATER, 2 * pause)
+        self._note_wait(step, waited, clock.monotonic() - began)
+        return []
+
+    def _note_wait(self, step: ElasticStep, waited: float, idle: float) -> None:
+        self.session.waited(waited)
+        step.waited += waited
+        step.idle += idle - waited
+
+    def weigh(self, batch: Any) -> float:
+        """What a micro-batch counts, told to the gradients."""
+        weight = float(batch_samples(batch) if self._weight is None else self._weight(batch))
+        if not 0 < weight < math.inf:
+            bound = "a finite number of more than 0"
+            raise InvalidInputError("weight", weight, bound, "leave empty micro-batches out of the data")
+        self.gradients.weigh(weight)
+        return weight
+
+    def ready(self) -> None:
+        """Wait until the device is done with what it was given: else the CPU would take tokens at launch speed."""
+        if self._device.type == "cuda":
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(self._device))
+            event.synchronize()
+
+    def reduce(self, step: ElasticStep, said: Mapping[str, object]) -> list[Row]:
+        """Add up the step over all ranks; leaves in `step.said` what they said."""
+        ranks = self._ranks
+        row = self.lockstep.row(step.supply)
+        row.kind, row.step, row.group = SUMS, float(step.number), float(self.group)
+        row.micro, row.weight = float(step.micro_batches), step.weight
+        row.seconds = step.seconds / step.micro_batches if step.micro_batches else 0.0
+        row.size = float(bool(said))
+        header = ranks.begin(row, self.gradients.flags)
+        try:
+            self.gradients.launch()
+            rows = header.rows()
+            self._check(step, rows)
+            counts = [int(row.micro) for row in rows]
+            weight = sum(row.weight for row in rows)
+            self.gradients.finish(header.more, weight, step.micro_batches, sum(counts))
+        except RuntimeError as error:
+            raise ranks.lost(error) from error
+        if any(row.size for row in rows):
+            step.said = ranks.gather(said)
+        self._rows, self._groups = rows, [int(row.group) for row in rows]
+        self._speeds = self._speeds.after(counts, [row.seconds if row.micro else None for row in rows])
+        assert self.tokens is not None
+        self.tokens.forget()
+        self._step_now = None
+        return rows
+
+    def _check(self, step: ElasticStep, rows: list[Row]) -> None:
+        """Planned and trained must agree."""
+        numbers = {int(row.step) for row in rows}
+        if len(numbers) > 1:
+            raise AgreementError(
+                f"ranks add up different steps: {sorted(numbers)}; iterate the same steps on all"
+            )
+        trained = sum(int(row.micro) for row in rows)
+        if trained != step.needed:
+            raise AgreementError(
+                f"step {step.number} has {step.needed} micro-batches and {trained} were trained; "
+                "take every micro-batch of a step before you call reduce"
+            )
+
+
+class ElasticStep:
+    """One optimizer step: iterate this rank's micro-batches, then call `reduce`.
+
+    Attributes:
+        number: of the step in its pass, from 0.
+        agreed: what all ranks know alike before it: `agreed.progress` sets a learning rate.
+        needed: micro-batches of the step, on all ranks.
+        micro_batches, samples, weight: of this rank, so far.
+        counts: after `reduce`, the micro-batches of every rank.
+        seconds: of computing, on this rank.
+        waited: seconds of waiting for data while the step had something to do.
+        idle: seconds in which there was nothing to do for this rank, before it could add up.
+        said: after `reduce`, what each rank said; empty where nobody said anything.
+    """
+
+    def __init__(
+        self, elastic: Elastic, supply: Supply, agreed: Agreed, needed: int, *, scarce: bool
+    ) -> None:
+        self._elastic, self.supply, self.agreed, self.needed = elastic, supply, agreed, needed
+        self.number, self.scarce = agreed.step, scarce
+        self.micro_batches = self.samples = 0
+        self.weight = self.seconds = self.waited = self.idle = 0.0
+        self.counts: list[int] = []
+        self.said: list[dict[str, Any]] = []
+        self.reserved = False
+        self.begun: Any = None
+        self.began = elastic.session.clock.monotonic()
+        self._since: float | None = None
+        self._over = self._reduced = False
+
+    def __iter__(self) -> ElasticStep:
+        return self
+
+    def __next__(self) -> Any:
+        """The next micro-batch of this rank, as its loader gives it; with `group`, up to so many of them joined.
+
+        Raises:
+            StopIteration: all micro-batches of the step are taken.
+        """
+        elastic = self._elastic
+        if self._since is not None:
+            elastic.ready()
+            self.seconds += elastic.session.clock.monotonic() - self._since
+            self._since = None
+        items = [] if self._over else elastic.take(self)
+        if not items:
+            self._over = True
+            raise StopIteration
+        item = items[0] if len(items) == 1 else joined(items)
+        self.micro_batches += len(items)
+        self.samples += batch_samples(item)
+        self.weight += elastic.weigh(item)
+        self._since = elastic.session.clock.monotonic()
+        return item
+
+    def reduce(self, said: Mapping[str, object] | None = None) -> None:
+        """Give every rank the gradients of the whole step, in `.grad`. Every rank must call it.
+
+        Args:
+            said: what all ranks are to be told, JSON; then in `ElasticStep.said`.
+
+        Raises:
+            ClosedError: the step's micro-batches are not all taken, or it was called before.
+            AgreementError: the ranks are at different steps, or one is gone.
+        """
+        if not self._over or self._reduced:
+            why = (
+                "was called before" if self._reduced else "was called inside the loop over its micro-batches"
+            )
+            raise ClosedError(f"reduce of step {self.number} {why}; call it once, after that loop has ended")
+        rows = self._elastic.reduce(self, said or {})
+        self._reduced = True
+        self.counts = [int(row.micro) for row in rows]
+
+    def check_reduced(self) -> None:
+        """Refuse to go on from a step whose gradients nobody has added up.
+
+        Raises:
+            ClosedError: `reduce` was not called.
+        """
+        if not self._reduced:
+            raise ClosedError(
+                f"step {self.number} is over and its gradients were not added up; call step.reduce() after the "
+                "loop over its micro-batches, and before optimizer.step()"
+            )
+
+
+def joined(items: Sequence[Any]) -> Any:
+    """One batch of several: tensors are put together along their first dimension, lists without any end to end.
+
+    The step is that of the first. Tuples, dicts and lists of tensors are joined by their parts.
+
+    Raises:
+        InvalidInputError: the items differ in structure, or in something that is neither.
+    """
+    try:
+        return tree_map(_joined_parts, *items, is_leaf=_is_leaf)
+    except (ValueError, TypeError, RuntimeError) as error:
+        if isinstance(error, InvalidInputError):
+            raise
+        remedy = (
+            "leave it out, or let load yield batches that can be put together along their first dimension"
+        )
+        raise InvalidInputError("group", len(items), f"1 for these batches ({error})", remedy) from error
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, list) and not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value))
+
+
+def _joined_parts(*parts: Any) -> Any:
+    first = parts[0]
+    if isinstance(first, torch.Tensor):
+        return torch.cat(parts) if first.dim() else torch.stack(parts)
+    if isinstance(first, list):
+        return [thing for part in parts for thing in part]
+    if isinstance(first, Step) or all(part == first for part in parts):
+        return first
+    raise TypeError(f"{first!r} and {parts[1]!r} are no tensors")
+
+
+# -- what is refused -----------------------------------------------------------------------------------------
+
+
+def refuse_model(model: torch.nn.Module) -> None:
+    """Refuse what communicates in forward or backward: the ranks run as many of those as they are fast.
+
+    Raises:
+        InvalidInputError: naming it, and what to use instead.
+    """
+    for name, module in model.named_modules():
+        what = f"{name or 'the model'} ({type(module).__name__})"
+        if isinstance(module, DistributedDataParallel):
+            remedy = "pass the module inside; elastic steps add up the gradients themselves"
+            raise InvalidInputError("model", what, "not wrapped by DistributedDataParallel", remedy)
+        if isinstance(module, torch.nn.SyncBatchNorm):
+            bound = "without SyncBatchNorm, which waits for all ranks in each forward, and they run unequal numbers"
+            remedy = "use BatchNorm (its buffers are averaged over the micro-batches), GroupNorm or LayerNorm"
+            raise InvalidInputError("model", what, bound, remedy)
+        sharded = isinstance(module, FullyShardedDataParallel | FSDPModule)
+        if sharded or any(isinstance(one, DTensor) for one in module.parameters(recurse=False)):
+            bound = "whole on every rank: shards are gathered in each forward, and ranks run unequal numbers"
+            lockstep = "FSDPStrategy with SharedQueueDataModule, or session.track(loader, group=...)"
+            remedy = f"train it in lockstep: {lockstep}"
+            raise InvalidInputError("model", what, bound, remedy)
+
+
+def check_micro_batches(micro_batches: int, ranks: int) -> None:
+    """Refuse steps in which some rank would have nothing to do.
+
+    Raises:
+        InvalidInputError: there are fewer micro-batches than ranks.
+    """
+    if micro_batches < ranks:
+        bound = f"at least {ranks}, one a rank; several times as many divide well among unequal ranks"
+        remedy = "make batches smaller, so that a step has more of them"
+        raise InvalidInputError("micro_batches", micro_batches, bound, remedy)
+
+
+def _signature(model: torch.nn.Module) -> str:
+    """The same for models whose gradients can be added up."""
+    said = [
+        (name, str(tensor.dtype), list(tensor.shape), getattr(tensor, "requires_grad", False))
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+    ]
+    digest = hashlib.blake2b(json.dumps(said).encode(), digest_size=6).hexdigest()
+    return f"{len(said)} tensors ({digest})"

@@ -1,0 +1,460 @@
+"""The gradients of one step, summed over ranks that took different numbers of micro-batches.
+
+A rank calls plain `loss.backward()` for each of its micro-batches, of a mean loss. What every rank finds in `.grad`
+at the end of the step is sum(weight_i * gradient_i) / sum(weight_i) over all its micro-batches, wherever they ran:
+what one process would have accumulated.
+
+Meanwhile `.grad` is kept in units of the newest weight, so that micro-batches of one size cost nothing. It is summed
+in buckets, in reverse order of the parameters, as DistributedDataParallel does; half precision is summed in float32.
+In a rank's last backward a bucket's sum begins once its gradients are in; buckets begin in one order on all
+ranks, so that collectives match. A rank without a micro-batch adds zeros. Buckets are kept between steps.
+
+A parameter without a gradient on any rank has none afterwards, and one with a gradient somewhere has it everywhere:
+the *flags*, summed over ranks with whatever else they tell each other, say which.
+
+Buffers that changed on some rank become alike too: floating ones their mean by micro-batches, integer ones grow by
+what all ranks added, as a counter does; bool ones stay each rank's own. A change is seen by the tensor's version and
+place. Batch norm's kernels hide theirs, so where one buffer of a module changed, all of that module count as changed.
+Not seen is what goes through `.data`, or such a kernel, in a module no other buffer of which changes. A buffer that
+some rank has in another shape than at first, such as a table as long as the longest sequence, is left alone on all.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from functools import cached_property, partial
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from shardqueue.errors import AgreementError, ClosedError, InvalidInputError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from typing import TypeVar
+
+    from torch import Tensor
+    from torch.nn import Module, Parameter
+    from torch.utils.hooks import RemovableHandle
+
+    T = TypeVar("T", bound=Tensor)
+
+BUCKET_BYTES = 25 * 2**20
+"""Bytes of gradients, in their own type, from which a bucket is full."""
+
+
+class Gradients:
+    """The gradients and buffers of a module, of which each rank has a replica.
+
+    One step: `begin`; `weigh` and a backward for each micro-batch of this rank; `launch`; `flags`, to be summed over
+    ranks; `finish`. All ranks of the group go through the same steps.
+
+    Args:
+        module: the same on all ranks, see `broadcast_module`. Parameters may be frozen and unfrozen between steps, on
+            all ranks alike.
+        group: the process group; None for a process on its own.
+        bucket_bytes: size of a bucket, in bytes.
+
+    Attributes:
+        last: asked once in each backward, at its first gradient: whether nothing more is added on this rank in this
+            step, so that sums may begin. A module on several devices is summed at `launch`, whatever it says.
+    """
+
+    def __init__(
+        self, module: Module, group: dist.ProcessGroup | None, bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
+        self.last: Callable[[], bool] = lambda: False
+        self._module, self._group, self._bucket_bytes = module, group, bucket_bytes
+        self._size = 1 if group is None else dist.get_world_size(group)
+        self._buffers = Buffers(module, group)
+        self._parameters: list[Parameter] = []
+        self._layout: list[object] = []
+        self._fingerprint = 0.0
+        self._buckets: list[Bucket] = []
+        self._hooks: list[RemovableHandle] = []
+        self._weight: float | None = None
+        self._asks = self._overlaps = False
+
+    def begin(self) -> None:
+        """A step begins; gradients of the one before are to be zeroed or unset before its first backward.
+
+        Raises:
+            ClosedError: the step before was not finished.
+        """
+        if any(bucket.work is not None for bucket in self._buckets):
+            raise ClosedError(
+                "a step begins while sums of the one before are under way: call finish first, or close"
+            )
+        self._weight = None
+        self._lay_out()
+        self._buffers.begin()
+
+    def weigh(self, weight: float) -> None:
+        """The backward that follows counts so much.
+
+        Args:
+            weight: what the micro-batch's loss is a mean of: samples, or tokens.
+
+        Raises:
+            InvalidInputError: it is not a finite number above 0.
+        """
+        if not 0 < weight < math.inf:
+            raise InvalidInputError(
+                *("weight", weight, "a finite number above 0"),
+                "give the samples or tokens of the micro-batch, and leave out one that has none",
+            )
+        if self._weight is not None:
+            self._scale(self._weight / weight)
+        self._weight = weight
+        self._asks, self._overlaps = True, False
+
+    def launch(self) -> None:
+        """Nothing more is added on this rank in this step: begin all sums that are not under way."""
+        self._asks = self._overlaps = False
+        if self._size > 1:
+            for bucket in self._buckets:
+                if bucket.work is None:
+                    bucket.start(self._weight, self._group)
+
+    @property
+    def flags(self) -> list[float]:
+        """What this rank has: 1.0 for each parameter with a gradient, and for each buffer that changed in this step.
+
+        A number more tells whether the ranks' parameters are alike. The length is the same in every step.
+        """
+        here = self._weight is not None
+        present = [float(here and p.requires_grad and p.grad is not None) for p in self._parameters]
+        return [*present, *self._buffers.flags(), self._fingerprint]
+
+    def finish(self, flags: Sequence[float], weight: float, count: int, counts: int) -> None:
+        """Wait for the sums, and put what they say into `.grad` and the buffers.
+
+        Args:
+            flags: the sum of all ranks' `flags`.
+            weight: of all micro-batches of the step together.
+            count: micro-batches of this rank.
+            counts: micro-batches of all ranks.
+
+        Raises:
+            AgreementError: the ranks have other parameters, or froze others.
+        """
+        if self._size == 1:
+            self._asks = False
+            if self._weight is not None:
+                self._scale(self._weight / weight)
+            return
+        if flags[-1] != self._size * self._fingerprint:
+            raise AgreementError(
+                "the parameters that require a gradient differ between ranks, in number, shape or type: build "
+                "the same module on all ranks, and freeze and unfreeze the same parameters before the same step"
+            )
+        self.launch()
+        self._buffers.start(flags[len(self._parameters) : -1], count)
+        anywhere = {p for p, flag in zip(self._parameters, flags, strict=False) if flag}
+        for bucket in self._buckets:
+            bucket.finish(weight, anywhere)
+        self._buffers.finish(counts)
+
+    def close(self) -> None:
+        """Leave the module as it was, and forget the buckets; sums under way are not waited for."""
+        for hook in self._hooks:
+            hook.remove()
+        self._layout, self._buckets, self._hooks = [], [], []
+        self._asks = self._overlaps = False
+        self._buffers.forget()
+
+    def _lay_out(self) -> None:
+        """Make the buckets and hooks anew if other parameters require a gradient than before, or they moved."""
+        parameters = list(self._module.parameters())
+        layout: list[object] = [(id(p), p.requires_grad, p.device, p.dtype) for p in parameters]
+        if layout == self._layout:
+            return
+        self.close()
+        self._parameters, self._layout = parameters, layout
+        self._fingerprint = float(fingerprint((p, p.requires_grad) for p in parameters))
+        names = {parameter: name for name, parameter in self._module.named_parameters()}
+        for piece in pieces([p for p in reversed(parameters) if p.requires_grad], self._bucket_bytes):
+            bucket = Bucket(piece)
+            self._buckets.append(bucket)
+            for parameter in piece:
+                arrived = partial(self._arrived, bucket, names[parameter])
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(arrived))  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def _scale(self, factor: float) -> None:
+        for bucket in self._buckets:
+            gradients = [p.grad for p in bucket.parameters if p.grad is not None]
+            if gradients and factor != 1:
+                torch._foreach_mul_(gradients, factor)
+
+    def _arrived(self, bucket: Bucket, name: str, parameter: Parameter) -> None:
+        """A backward has added to the parameter's gradient."""
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.is_sparse:
+            raise InvalidInputError(
+                *(f"{name}.grad", gradient.layout, "dense, to be summed over ranks"),
+                "make the embedding with sparse=False",
+            )
+        if gradient.is_conj():  # lazily so, which nothing in place can be done to in a list
+            parameter.grad = gradient.resolve_conj()
+        if bucket.work is not None:
+            raise ClosedError(
+                f"parameter {name} got another gradient in the last backward of a step, after its sum over ranks "
+                "began: pass use_reentrant=False to torch.utils.checkpoint.checkpoint, and call backward once a "
+                "micro-batch"
+            )
+        if self._asks:
+            self._asks = False
+            self._overlaps = (
+                self.last() and self._size > 1 and len({one.device for one in self._buckets}) == 1
+            )
+            for one in self._buckets:
+                one.missing = set(one.parameters)
+        if self._overlaps:
+            bucket.missing.discard(parameter)
+            if not bucket.missing:
+                self._start_complete()
+
+    def _start_complete(self) -> None:
+        """Begin the sums of complete buckets, but none before its turn: that is how those of all ranks match."""
+        for bucket in self._buckets:
+            if bucket.missing:
+                return
+            if bucket.work is None:
+                bucket.start(self._weight, self._group)
+
+
+class Bucket:
+    """Gradients that are summed in one piece, of parameters of one device and type.
+
+    Attributes:
+        parameters: in the order in which their gradients are expected.
+        missing: those whose gradient the backward under way has not given yet.
+        work: the sum that is under way.
+    """
+
+    def __init__(self, parameters: list[Parameter]) -> None:
+        self.parameters = parameters
+        self.missing: set[Parameter] = set()
+        self.work: dist.Work | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self.parameters[0].device
+
+    @cached_property
+    def flat(self) -> Flat:
+        """Room for the gradients, taken when they are first summed."""
+        return Flat(self.parameters)
+
+    @torch.no_grad()
+    def start(self, weight: float | None, group: dist.ProcessGroup | None) -> None:
+        """Begin to sum gradients of that weight; None for a rank that has none."""
+        pairs = list(zip(self.flat.parts, self.parameters, strict=True))
+        here = [] if weight is None else [(part, p.grad) for part, p in pairs if p.grad is not None]
+        if len(here) < len(pairs):
+            self.flat.whole.zero_()
+        if here and weight is not None:
+            torch._foreach_copy_([part for part, _ in here], [gradient for _, gradient in here])
+            if weight != 1:
+                self.flat.whole.mul_(weight)
+        self.work = dist.all_reduce(self.flat.whole, group=group, async_op=True)
+
+    @torch.no_grad()
+    def finish(self, weight: float, anywhere: set[Parameter]) -> None:
+        """Wait for the sum, and give each parameter with a gradient anywhere its share of the total weight."""
+        if self.work is not None:
+            self.work.wait()
+        self.work = None
+        self.flat.whole.div_(weight)
+        parts: list[Tensor] = []
+        gradients: list[Tensor] = []
+        for part, parameter in zip(self.flat.parts, self.parameters, strict=True):
+            if parameter not in anywhere:
+                parameter.grad = None
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+            parts.append(part)
+            gradients.append(parameter.grad)
+        if parts:
+            torch._foreach_copy_(gradients, parts)
+
+
+class Buffers:
+    """The buffers that a module has now, by name."""
+
+    def __init__(self, module: Module, group: dist.ProcessGroup | None) -> None:
+        self._module, self._group = module, group
+        self._shapes = {name: buffer.shape for name, buffer in module.named_buffers()}
+        self._seen: dict[str, Seen] = {}
+        self._counters: dict[str, Tensor] = {}
+        self._under_way: list[tuple[list[str], Flat, dist.Work | None]] = []
+
+    def begin(self) -> None:
+        """Remember what the buffers are before a step; of integer ones keep a copy, made anew when they change."""
+        for name, buffer in self._now().items():
+            if self._changed(name, buffer):
+                self._seen[name] = Seen(buffer)
+                if is_counter(buffer):
+                    self._counters[name] = buffer.clone()
+
+    def flags(self) -> list[float]:
+        """For each buffer 1.0 if it changed in this step, 0.0 if not, infinity if it has not the shape it had."""
+        now = self._now()
+        changed = {owner(name) for name, buffer in now.items() if self._changed(name, buffer)}
+        return [float(owner(name) in changed) if name in now else math.inf for name in self._shapes]
+
+    @torch.no_grad()
+    def start(self, flags: Sequence[float], count: int) -> None:
+        """Begin to sum the buffers that changed on some rank, of which this one trained `count` micro-batches."""
+        now = self._now()
+        alike: dict[tuple[torch.device, torch.dtype], list[str]] = {}
+        for name, flag in zip(self._shapes, flags, strict=True):
+            if 0 < flag < math.inf and now[name].dtype is not torch.bool:
+                alike.setdefault((now[name].device, summed_in(now[name].dtype)), []).append(name)
+        for names in alike.values():
+            flat = Flat([now[name] for name in names])
+            torch._foreach_copy_(flat.parts, [now[name] for name in names])
+            if is_counter(flat.whole):
+                torch._foreach_sub_(flat.parts, [self._counters[name] for name in names])
+            elif count:
+                flat.whole.mul_(count)
+            else:
+                flat.whole.zero_()
+            work = dist.all_reduce(flat.whole, group=self._group, async_op=True)
+            self._under_way.append((names, flat, work))
+
+    @torch.no_grad()
+    def finish(self, counts: int) -> None:
+        """Wait for the sums over `counts` micro-batches, and put what they say into the buffers."""
+        now = self._now()
+        for names, flat, work in self._under_way:
+            if work is not None:
+                work.wait()
+            if is_counter(flat.whole):
+                torch._foreach_add_(flat.parts, [self._counters[name] for name in names])
+            else:
+                flat.whole.div_(counts)
+            torch._foreach_copy_([now[name] for name in names], flat.parts)
+        self._under_way = []
+
+    def forget(self) -> None:
+        """Hold no buffer any more, nor a copy of one."""
+        self._seen, self._counters, self._under_way = {}, {}, []
+
+    def _changed(self, name: str, buffer: Tensor) -> bool:
+        return name not in self._seen or not self._seen[name].is_still(buffer)
+
+    def _now(self) -> dict[str, Tensor]:
+        """The buffers as they are, but for those that have another shape than at first."""
+        buffers = self._module.named_buffers()
+        return {name: buffer for name, buffer in buffers if buffer.shape == self._shapes.get(name)}
+
+
+class Seen:
+    """A buffer as it was; holding it keeps its place in memory from being given to another."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        self._buffer, self._place, self._version = buffer, buffer.data_ptr(), version(buffer)
+
+    def is_still(self, buffer: Tensor) -> bool:
+        """Whether the buffer is the same, and unchanged."""
+        place = buffer.data_ptr()
+        return buffer is self._buffer and place == self._place and version(buffer) == self._version
+
+
+class Flat:
+    """One tensor with room for each of some tensors alike, in the type that they are summed in.
+
+    Attributes:
+        whole: real, of one dimension.
+        parts: views of it, one for each tensor, in its shape; complex where the tensors are.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        device, dtype = tensors[0].device, tensors[0].dtype
+        width = 2 if dtype.is_complex else 1
+        sizes = [tensor.numel() * width for tensor in tensors]
+        self.whole = torch.empty(sum(sizes), dtype=summed_in(dtype), device=device)
+        parts = torch.split(self.whole, sizes)
+        if dtype.is_complex:
+            parts = tuple(torch.view_as_complex(part.view(-1, 2)) for part in parts)
+        self.parts = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def summed_in(dtype: torch.dtype) -> torch.dtype:
+    """The real type in which tensors of a type are summed."""
+    if not dtype.is_floating_point and not dtype.is_complex:
+        return torch.int64
+    return torch.float64 if dtype.to_real() is torch.float64 else torch.float32
+
+
+def pieces(tensors: Iterable[T], size: int) -> Iterator[list[T]]:
+    """Tensors of one device and type together, of `size` bytes or a little more, in the order of their last ones."""
+    begun: dict[tuple[torch.device, torch.dtype], list[T]] = {}
+    for tensor in tensors:
+        key = tensor.device, tensor.dtype
+        piece = [*begun.pop(key, ()), tensor]
+        if sum(one.nbytes for one in piece) >= size:
+            yield piece
+        else:
+            begun[key] = piece
+    yield from begun.values()
+
+
+def fingerprint(tensors: Iterable[tuple[Tensor, bool]]) -> int:
+    """What differs where tensors differ in number, shape, type, or in what is said of each."""
+    return zlib.crc32(repr([(tuple(one.shape), one.dtype, said) for one, said in tensors]).encode())
+
+
+def version(tensor: Tensor) -> int:
+    """How often it was changed in place; 0 for a tensor of inference mode, which does not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def is_counter(buffer: Tensor) -> bool:
+    """Whether it holds integers."""
+    return summed_in(buffer.dtype) is torch.int64 and buffer.dtype is not torch.bool
+
+
+def owner(name: str) -> str:
+    """The name of the module that a buffer belongs to."""
+    return name.rpartition(".")[0]
+
+
+@torch.no_grad()
+def broadcast_module(
+    module: Module, group: dist.ProcessGroup | None, bucket_bytes: int = BUCKET_BYTES
+) -> None:
+    """Give the parameters and buffers of the group's rank 0 to all its ranks.
+
+    Args:
+        module: built alike on all ranks.
+        group: the process group; None for a process on its own.
+        bucket_bytes: sent at once, about.
+
+    Raises:
+        AgreementError: on all ranks, if their parameters and buffers differ in number, shape or type.
+    """
+    tensors: list[Tensor] = [*module.parameters(), *module.buffers()]
+    if group is None or not tensors:
+        return
+    mark = fingerprint((tensor, False) for tensor in tensors)
+    marks = torch.tensor([mark, -mark], device=tensors[0].device)
+    dist.all_reduce(marks, dist.ReduceOp.MAX, group)
+    if marks.sum() != 0:
+        raise AgreementError(
+            "the module's parameters or buffers differ between ranks, in number, shape or type: build the same "
+            "module on all ranks"
+        )
+    source = dist.get_global_rank(group, 0)
+    for piece in pieces(tensors, bucket_bytes):
+        whole = torch.cat([tensor.reshape(-1) for tensor in piece])
+        dist.broadcast(whole.view(torch.uint8), source, group)  # as bytes: no back end knows every type
+        parts = torch.split(whole, [tensor.numel() for tensor in piece])
+        torch._foreach_copy_(piece, [part.view(one.shape) for part, one in zip(parts, piece, strict=True)])
