@@ -42,6 +42,7 @@ from shardqueue.agreement import PATIENCE, SUMS, TURN, Row, batch_samples, world
 from shardqueue.errors import AgreementError, ClosedError, InvalidInputError
 from shardqueue.gradients import Gradients, broadcast_module
 from shardqueue.lockstep import course_of, lockstep_of, shares
+from shardqueue.stock import Stock
 from shardqueue.tokens import Tokens
 from shardqueue.tracking import dataset_of
 from shardqueue.turns import Speeds, turn
@@ -52,14 +53,11 @@ if TYPE_CHECKING:
 
     from shardqueue.dataset import SharedQueueDataset
     from shardqueue.lockstep import Course
-    from shardqueue.progress import Agreed, RankState
+    from shardqueue.progress import Agreed
     from shardqueue.session import Session
-    from shardqueue.supply import Supply
 
 SOON, LATER = 0.0002, 0.005
 """Seconds between two looks of a rank that has nothing to do: at first, and at most."""
-SCARCE = 1
-"""Steps that must be left beyond what the ranks hold; with less, nobody leaves a micro-batch to others."""
 
 
 class Elastic:
@@ -100,8 +98,7 @@ class Elastic:
     ) -> None:
         self.group = check_int("group", group, 1)
         self.micro_batches = check_int("micro_batches", micro_batches, 1)
-        if weight is not None and not callable(weight):
-            raise InvalidInputError("weight", weight, "a function of the batch, or None", "leave it out")
+        check_weight(weight)
         check_flag("overlap", overlap)
         refuse_model(model)
         process_group = world() if process_group is None else process_group
@@ -170,67 +167,71 @@ class Elastic:
         assert session.joined is not None
         if self.tokens is None:
             self.tokens = Tokens(self._ranks, session.joined.manifest.run_id)
-        reserved = self._reserved(dataset, course)
-        first = 0
-        if reserved and self._ranks.size > 1:
-            first = 1 if dataset.plan.total is None else max(1, course.left // self._ranks.size)
-        supply = lockstep.supply(dataset, loader, pass_, first, ahead=self.group)
+        first = self._first_share(dataset, pass_, course)
+        stock = Stock(session, dataset, loader, pass_, self.group)
         with dataset.together():
             try:
                 session.at(pass_, course.steps.start)
-                begun, rows = lockstep.begin_by_speed(supply, first)
-                self._rows = rows or self._ranks.begin(lockstep.row(supply)).rows()
+                begun, rows = lockstep.begin_by_speed(stock, first)
+                self._rows = rows or self._ranks.begin(lockstep.row(stock)).rows()
                 for number in course.steps:
-                    states = lockstep.states(self._rows)
-                    yield from self._one_step(dataset, supply, course, number, states, begun)
+                    reserved = self._ranks.size if first and number == course.steps.start else 0
+                    yield from self._one_step(dataset, stock, course, number, reserved, begun)
                     begun = None
-                    lockstep.check_alone(supply)
+                    lockstep.check_alone(stock)
                     session.came_back()
             finally:
-                supply.close()
+                stock.close()
 
     def close(self) -> None:
         """Take the hooks off the model."""
         self.gradients.close()
 
-    def _reserved(self, dataset: SharedQueueDataset, course: Course) -> bool:
-        """Whether every rank has a micro-batch of the first step for itself, so that it knows what a step logs."""
-        size = self._ranks.size
-        if course.begun + course.left < size:
-            bound = f"at least {size}, one a rank"
-            raise InvalidInputError(
-                "batches", dataset.batches, bound, "make batches smaller, or use fewer ranks"
-            )
-        return course.needed(course.steps.start) >= size
+    def _first_share(self, dataset: SharedQueueDataset, pass_: str, course: Course) -> int:
+        """Batches that each rank may take until every one has its first; 0 where not every rank can have one.
+
+        Every rank has a micro-batch of a pass's first step for itself, and so knows what a step logs.
+        """
+        assert self.session.joined is not None
+        size, plan = self._ranks.size, self.session.joined.left(dataset.plan, pass_)
+        sized = plan.total is not None
+        parts = course.left if sized else len(plan)
+        if min(parts, course.needed(course.steps.start)) >= size:
+            return max(1, course.left // size) if sized else 1
+        if not course.begun:
+            name = "batches" if sized else "units"
+            remedy = f"make {name} smaller, so that there are more, or use fewer ranks"
+            raise InvalidInputError(name, parts, f"at least {size}, one a rank", remedy)
+        return 0
 
     def _one_step(
         self,
         dataset: SharedQueueDataset,
-        supply: Supply,
+        stock: Stock,
         course: Course,
         number: int,
-        states: tuple[RankState, ...],
+        reserved: int,
         begun: Any,
     ) -> Generator[ElasticStep]:
         lockstep, session = self.lockstep, self.session
-        supply.at_end = number == course.steps.stop - 1
-        session.at(supply.pass_, number)
-        agreed = lockstep.agreed = lockstep.as_agreed(dataset, supply.number, number, course, states)
-        session.gave(supply.pass_, number, supply.at_end)
+        last, whole = number == course.steps.stop - 1, course.total == dataset.batches
+        stock.at_end = last and whole
+        session.at(stock.pass_, number)
+        states = lockstep.states(self._rows)
+        agreed = lockstep.agreed = lockstep.as_agreed(dataset, stock.number, number, course, states)
+        session.gave(stock.pass_, number, last)
         needed = course.needed(number)
-        assert self.tokens is not None
-        reserved = self._ranks.size if number == course.steps.start and self._reserved(dataset, course) else 0
-        self.tokens.begin(supply.pass_, number, needed - reserved)
         after = course.total - course.before(number) - needed
-        held = sum(row.has for row in self._rows)
-        step = ElasticStep(self, supply, agreed, needed, scarce=after - held < SCARCE * self.micro_batches)
+        stock.balance(self._ranks.rank, self._speeds.seconds, needed + after)
+        assert self.tokens is not None
+        self.tokens.begin(stock.pass_, number, needed - reserved)
+        step = self._step_now = ElasticStep(self, stock, agreed, needed, after)
         step.reserved, step.begun = bool(reserved), begun
         self.gradients.begin()
-        self._step_now = step
         yield step
         step.check_reduced()
-        if supply.at_end:
-            lockstep.check_units(dataset, supply, course.total, self._rows)
+        if last:
+            lockstep.check_units(dataset, stock, course.total, self._rows)
 
     def _is_last(self) -> bool:
         """Whether nothing follows for this rank in the step."""
@@ -238,20 +239,20 @@ class Elastic:
 
     # -- for a step --------------------------------------------------------------------------------------
 
-    def take(self, step: ElasticStep) -> list[Any]:
-        """The next items of this rank, as soon as it is its turn; empty once all tokens are taken."""
+    def take(self, step: ElasticStep, wait: bool = True) -> list[Any]:
+        """The next items of this rank, as soon as it is its turn; empty once all tokens are taken, or if not now."""
         assert self.tokens is not None
-        supply, clock = step.supply, self.session.clock
+        stock, clock = step.stock, self.session.clock
         if step.reserved:
             step.reserved = False
-            return [step.begun if step.begun is not None else supply.fetch_promised()]
+            return [step.begun if step.begun is not None else stock.fetch_promised()]
         began = looked = clock.monotonic()
         waited, known, since, pause = 0.0, -1, began, SOON
         while left := self.tokens.left():
             now = clock.monotonic()
             if left != known:
                 known, since = left, now
-            ready = supply.in_hand
+            ready = stock.in_hand
             wanted = 0
             if ready:
                 wanted = turn(
@@ -263,12 +264,14 @@ class Elastic:
                     elapsed=now - step.began,
                     stale=now - since,
                     groups=self._groups,
-                    scarce=step.scarce,
+                    scarce=stock.assured > step.after,
                 )
             got = self.tokens.take(min(wanted, ready))
             if got:
                 self._note_wait(step, waited, now - began)
-                return [supply.fetch_promised() for _ in range(got)]
+                return [stock.fetch_promised() for _ in range(got)]
+            if not wait:
+                break
             if wanted and ready:
                 continue
             if now - began > PATIENCE and now - looked > TURN:
@@ -276,7 +279,7 @@ class Elastic:
                 gone = self._ranks.gone(None)
                 if gone is not None:
                     raise gone
-            supply.wait(pause)
+            stock.wait(pause)
             waited += 0.0 if ready else clock.monotonic() - now
             pause = min(LATER, 2 * pause)
         self._note_wait(step, waited, clock.monotonic() - began)
@@ -306,10 +309,10 @@ class Elastic:
     def reduce(self, step: ElasticStep, said: Mapping[str, object]) -> list[Row]:
         """Add up the step over all ranks; leaves in `step.said` what they said."""
         ranks = self._ranks
-        row = self.lockstep.row(step.supply)
+        row = self.lockstep.row(step.stock)
         row.kind, row.step, row.group = SUMS, float(step.number), float(self.group)
         row.micro, row.weight = float(step.micro_batches), step.weight
-        row.seconds = step.seconds / step.micro_batches if step.micro_batches else 0.0
+        row.seconds = (step.seconds + step.waited) / max(1, step.micro_batches)
         row.size = float(bool(said))
         header = ranks.begin(row, self.gradients.flags)
         try:
@@ -351,7 +354,7 @@ class ElasticStep:
     Attributes:
         number: of the step in its pass, from 0.
         agreed: what all ranks know alike before it: `agreed.progress` sets a learning rate.
-        needed: micro-batches of the step, on all ranks.
+        needed, after: micro-batches of the step, and of the pass after it, on all ranks.
         micro_batches, samples, weight: of this rank, so far.
         counts: after `reduce`, the micro-batches of every rank.
         seconds: of computing, on this rank.
@@ -360,11 +363,9 @@ class ElasticStep:
         said: after `reduce`, what each rank said; empty where nobody said anything.
     """
 
-    def __init__(
-        self, elastic: Elastic, supply: Supply, agreed: Agreed, needed: int, *, scarce: bool
-    ) -> None:
-        self._elastic, self.supply, self.agreed, self.needed = elastic, supply, agreed, needed
-        self.number, self.scarce = agreed.step, scarce
+    def __init__(self, elastic: Elastic, stock: Stock, agreed: Agreed, needed: int, after: int) -> None:
+        self._elastic, self.stock, self.agreed = elastic, stock, agreed
+        self.number, self.needed, self.after = agreed.step, needed, after
         self.micro_batches = self.samples = 0
         self.weight = self.seconds = self.waited = self.idle = 0.0
         self.counts: list[int] = []
@@ -393,6 +394,15 @@ class ElasticStep:
         if not items:
             self._over = True
             raise StopIteration
+        return self._given(items)
+
+    def first(self) -> Any:
+        """The first micro-batch of this rank, if it can have one without waiting for other ranks; else None."""
+        items = self._elastic.take(self, wait=False)
+        return self._given(items) if items else None
+
+    def _given(self, items: list[Any]) -> Any:
+        elastic = self._elastic
         item = items[0] if len(items) == 1 else joined(items)
         self.micro_batches += len(items)
         self.samples += batch_samples(item)
@@ -490,6 +500,17 @@ def refuse_model(model: torch.nn.Module) -> None:
             lockstep = "FSDPStrategy with SharedQueueDataModule, or session.track(loader, group=...)"
             remedy = f"train it in lockstep: {lockstep}"
             raise InvalidInputError("model", what, bound, remedy)
+
+
+def check_weight(weight: Any) -> Any:
+    """The function, if it is one or None.
+
+    Raises:
+        InvalidInputError: it is neither.
+    """
+    if weight is not None and not callable(weight):
+        raise InvalidInputError("weight", weight, "a function of the batch, or None", "leave it out")
+    return weight
 
 
 def check_micro_batches(micro_batches: int, ranks: int) -> None:

@@ -6,8 +6,9 @@ what one process would have accumulated.
 
 Meanwhile `.grad` is kept in units of the newest weight, so that micro-batches of one size cost nothing. It is summed
 in buckets, in reverse order of the parameters, as DistributedDataParallel does; half precision is summed in float32.
-In a rank's last backward a bucket's sum begins once its gradients are in; buckets begin in one order on all
-ranks, so that collectives match. A rank without a micro-batch adds zeros. Buckets are kept between steps.
+In a rank's last backward a bucket's sum begins once its gradients are in; buckets begin in one order on all ranks, so
+that collectives match. Where other parameters than before require a gradient, nothing begins until the flags (below)
+have shown that all ranks agree on them. A rank without a micro-batch adds zeros. Buckets are kept between steps.
 
 A parameter without a gradient on any rank has none afterwards, and one with a gradient somewhere has it everywhere:
 the *flags*, summed over ranks with whatever else they tell each other, say which.
@@ -71,7 +72,7 @@ class Gradients:
         self._buffers = Buffers(module, group)
         self._parameters: list[Parameter] = []
         self._layout: list[object] = []
-        self._fingerprint = 0.0
+        self._fingerprint, self._agreed = 0.0, False
         self._buckets: list[Bucket] = []
         self._hooks: list[RemovableHandle] = []
         self._weight: float | None = None
@@ -108,12 +109,12 @@ class Gradients:
         if self._weight is not None:
             self._scale(self._weight / weight)
         self._weight = weight
-        self._asks, self._overlaps = True, False
+        self._asks = True
 
     def launch(self) -> None:
         """Nothing more is added on this rank in this step: begin all sums that are not under way."""
         self._asks = self._overlaps = False
-        if self._size > 1:
+        if self._size > 1 and self._agreed:
             for bucket in self._buckets:
                 if bucket.work is None:
                     bucket.start(self._weight, self._group)
@@ -150,6 +151,7 @@ class Gradients:
                 "the parameters that require a gradient differ between ranks, in number, shape or type: build "
                 "the same module on all ranks, and freeze and unfreeze the same parameters before the same step"
             )
+        self._agreed = True
         self.launch()
         self._buffers.start(flags[len(self._parameters) : -1], count)
         anywhere = {p for p, flag in zip(self._parameters, flags, strict=False) if flag}
@@ -174,6 +176,7 @@ class Gradients:
         self.close()
         self._parameters, self._layout = parameters, layout
         self._fingerprint = float(fingerprint((p, p.requires_grad) for p in parameters))
+        self._agreed = False
         names = {parameter: name for name, parameter in self._module.named_parameters()}
         for piece in pieces([p for p in reversed(parameters) if p.requires_grad], self._bucket_bytes):
             bucket = Bucket(piece)
@@ -208,15 +211,17 @@ class Gradients:
             )
         if self._asks:
             self._asks = False
-            self._overlaps = (
-                self.last() and self._size > 1 and len({one.device for one in self._buckets}) == 1
-            )
+            self._overlaps = self.last() and self._may_overlap
             for one in self._buckets:
                 one.missing = set(one.parameters)
         if self._overlaps:
             bucket.missing.discard(parameter)
             if not bucket.missing:
                 self._start_complete()
+
+    @property
+    def _may_overlap(self) -> bool:
+        return self._size > 1 and self._agreed and len({bucket.device for bucket in self._buckets}) == 1
 
     def _start_complete(self) -> None:
         """Begin the sums of complete buckets, but none before its turn: that is how those of all ranks match."""

@@ -307,7 +307,7 @@ class Lockstep(Assembly):
             return
         pass_ = self.begin(dataset, {**(settings or {}), "total": dataset.batches}, run)
         first = first_share(dataset, self.ranks.size) if self.ranks.size > 1 else 0
-        supply = self.supply(dataset, loader, pass_, first)
+        supply = Supply(self.session, dataset, loader, pass_, None)
         self.repeating = False
         with dataset.together():
             try:
@@ -324,17 +324,13 @@ class Lockstep(Assembly):
             finally:
                 supply.close()
 
-    def supply(
-        self, dataset: SharedQueueDataset, loader: Iterable[Any], pass_: str, first: int, ahead: int = 0
-    ) -> Supply:
-        """Where the batches of a pass come from that goes by speed; each rank may take `first` of them, if not 0."""
-        self.session.allow(pass_, Allowance(first, final=False) if first else UNLIMITED)
-        supply = Supply(self.session, dataset, loader, pass_, None, ahead)
-        self.supplies[dataset.stage] = supply
-        return supply
-
     def begin_by_speed(self, supply: Supply, first: int) -> tuple[Any, list[Row]]:
-        """Our first item, once every rank has one (None where not every rank can); then all may be taken."""
+        """Our first item, once every rank has one, of at most `first` batches each; then all may be taken.
+
+        None where `first` is 0: not every rank can have one.
+        """
+        self.session.allow(supply.pass_, Allowance(first, final=False) if first else UNLIMITED)
+        self.supplies[supply.stage] = supply
         begun, rows = self.go_round(supply, self.ranks.size, settled=True) if first else (None, [])
         self.session.allow(supply.pass_, UNLIMITED)
         supply.lift()

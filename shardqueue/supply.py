@@ -6,7 +6,6 @@ pass the training process claims for itself, with a feed that does (the *tail*).
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,7 +13,6 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from shardqueue.ahead import Ahead
 from shardqueue.allowance import UNLIMITED, Allowance
 from shardqueue.errors import InvalidInputError, LoadError
 from shardqueue.feed import Feed
@@ -37,10 +35,10 @@ class Supply:
 
     Args:
         share: batches this rank is allowed; None for no limit.
-        ahead: items that are to be in hand, so that it is known whether there is one; 0 where nobody asks.
 
     Attributes:
         stage, number: of the pass.
+        taken: items the loop had of it.
         at_end: the loop has all it gets.
     """
 
@@ -51,23 +49,24 @@ class Supply:
         loader: Iterable[Any],
         pass_: str,
         share: int | None,
-        ahead: int = 0,
     ) -> None:
         self._session, self._dataset, self._loader = session, dataset, loader
         self.pass_, self._share = pass_, share
         self.stage, self.number, self.at_end = dataset.stage, dataset.next_pass, False
-        self._taken = self._from_loader = 0
+        self.taken = self._from_loader = 0
         self._tail_key = seat(pass_, TAIL)
         self._tail: Feed | None = None
         self._lifted = self._cut = self._closed = False
-        workers = getattr(loader, "num_workers", 0) > 0
-        self._ahead = Ahead(loader, ahead) if ahead else None
-        self._items: Iterator[Any] | None = session.walk(self._ahead or loader, [dataset] if workers else [])
+        self._items: Iterator[Any] | None = self._walk(loader)
+
+    def _walk(self, loader: Iterable[Any]) -> Iterator[Any]:
+        workers = getattr(self._loader, "num_workers", 0) > 0
+        return self._session.walk(loader, [self._dataset] if workers else [])
 
     @property
     def assured(self) -> int:
         """How many more batches will come, for sure."""
-        return max(0, self._committed - self._taken)
+        return max(0, self._committed - self.taken)
 
     @property
     def _committed(self) -> int:
@@ -112,44 +111,15 @@ class Supply:
             self._session.allow(self._tail_key, UNLIMITED)
             self._tail.wait_no_more()
 
-    @property
-    def in_hand(self) -> int:
-        """Items that can be fetched without waiting, where they are looked for ahead.
-
-        Raises:
-            Exception: of the loader, or of the mailbox.
-        """
-        ahead = self._ahead
-        if ahead is not None and self._items is not None and ahead.over:
-            self._leave_loader()
-        if self._items is not None:
-            return 0 if ahead is None else ahead.count
-        return 0 if self._tail is None else self._tail.waiting
-
-    def wait(self, seconds: float) -> None:
-        """Until there may be one more in hand, at most so long."""
-        if self._ahead is None or self._items is None:
-            threading.Event().wait(seconds)
-        else:
-            self._ahead.wait(seconds)
-
-    def _leave_loader(self) -> None:
-        """The loader is at its end, or failed, which raises."""
-        assert self._items is not None
-        for _ in self._items:
-            raise LoadError("the loader gave an item after its end")
-        self._items = None
-        self._from_loader = self._taken
-
     def fetch(self, wait: bool) -> Any:
         """The next item; None when there is none, or (not `wait`) none yet past the loader."""
         if self._items is not None:
             for item in self._items:
-                self._taken += 1
+                self.taken += 1
                 return item
             self._items = None
-            self._from_loader = self._taken
-            if self._lifted or self._share == self._taken:
+            self._from_loader = self.taken
+            if self._lifted or self._share == self.taken:
                 return None
             self._begin_tail()
         return self._from_tail(wait)
@@ -163,19 +133,21 @@ class Supply:
         item = self.fetch(wait=True)
         if item is None:
             raise LoadError(
-                f"the loader ended after {self._taken} batches, but this rank had claimed more; nothing between the "
+                f"the loader ended after {self.taken} batches, but this rank had claimed more; nothing between the "
                 "dataset and track may drop batches"
             )
         return item
 
     def _begin_tail(self) -> None:
         session, dataset = self._session, self._dataset
-        allowed = None if self._share is None else self._share - self._taken
-        session.allow(self._tail_key, Allowance(allowed, cut=self._cut))
+        session.allow(self._tail_key, self._tail_allowance())
         place = Place(pass_=self.pass_, worker=TAIL, waits=True, stage=dataset.stage)
         self._tail = Feed(dataset.plan, session, dataset.load_of(self.number), PREFETCH, None, place)
         self._tail.tracked = True
         self._tail.start()
+
+    def _tail_allowance(self) -> Allowance:
+        return Allowance(None if self._share is None else self._share - self.taken, cut=self._cut)
 
     def _from_tail(self, wait: bool) -> Any:
         if self._tail is None:
@@ -187,7 +159,7 @@ class Supply:
             return None
         if pair is None:
             return None
-        self._taken += 1
+        self.taken += 1
         self._session.received(pair[0], self._session.clock.monotonic() - began)
         return as_item(self._loader, pair if self._dataset.with_step else pair[1])
 
@@ -209,11 +181,6 @@ class Supply:
             if self.at_end:
                 next(items, None)
             cast("Any", items).close()
-        if self._ahead is not None:
-            source = self._session.source_on(self.pass_)
-            if source is not None and not self.at_end:
-                source.stop()
-            self._ahead.close()
         if self._tail is not None and self.at_end:
             self._end_tail(self._tail)
         elif self._tail is not None:

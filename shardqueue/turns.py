@@ -8,7 +8,8 @@ ranks would finish all of that sooner than it finishes one.
 Where the others stand is not communicated but replayed: since the step began, a rank of s seconds a micro-batch
 has taken one every s seconds, until it had its share of the best split. The number of tokens really taken corrects
 this: if more (or fewer) are left than by the replay, those are behind (ahead) who took theirs last (will take next).
-The longer the replay, the less is known of a phase, and half-way through a micro-batch is the better guess.
+The longer the replay, the less is known of a phase, and half-way through a micro-batch is the better guess. Where the
+others are further behind than that (some may have no data), they are counted on for less.
 
 Only faster ranks count, so the fastest never declines. A decline is never final: the rank asks again while it
 waits, with the time for which nobody took a token, and who took none for too long no longer counts. So every token
@@ -36,8 +37,10 @@ TRIALS = 0.01
 """Share of all time that may go into trying ranks again that are too slow to take anything."""
 DRIFT = 0.1
 """How fast a replayed phase loses its worth, per micro-batch."""
-PATIENCE = 1.5
-"""How much longer than usual a rank may have taken no token, before the others stop counting on it."""
+PATIENCE = 1.25
+"""How much longer than usual a rank may have taken no token, before the others stop counting on it,"""
+HASTE = 0.25
+"""and this much of what one of their own would take: a pause of a fast rank must not have a slow one begin."""
 LEAST = 1e-9
 """Seconds below which no micro-batch is thought to take."""
 
@@ -126,27 +129,26 @@ def turn(
     Returns:
         0 to decline, or 1 to the rank's group, and never more than `left`.
     """
-    most = min(left, groups[rank] if groups else 1)
+    most = max(0, min(left, groups[rank] if groups else 1))
     mine = seconds[rank]
-    if mine is None or scarce or most <= 0:
-        return max(most, 0)
+    if mine is None or scarce:
+        return most
     slowest = max(one for one in seconds if one is not None)
     known = tuple(slowest if one is None else one for one in seconds)
-    least = int(mine <= min(known))
-    if most == least:
-        return least
+    if most == 1 and mine <= min(known):
+        return 1
     groups = groups or (1,) * len(known)
-    waits = _waits(rank, left, known, need, own, elapsed, groups)
+    waits, trust = _replayed(rank, left, known, need, own, elapsed, groups)
     others = [
         (one, wait)
         for other, (one, group, wait) in enumerate(zip(known, groups, waits, strict=True))
-        if other != rank and stale <= PATIENCE * group * one
+        if other != rank and stale <= PATIENCE * group * one + HASTE * mine
     ]
     for take in range(1, most + 1):
         done = take * mine
         theirs = sum(max(0, floor(done / one - wait)) for one, wait in others if one < done)
-        if theirs > left - take:
-            return max(take - 1, least)
+        if trust * theirs > left - take:
+            return take - 1
     return most
 
 
@@ -179,7 +181,7 @@ def _judged(
     return average + RECENT * (one - average), None
 
 
-def _waits(
+def _replayed(
     rank: int,
     left: int,
     seconds: tuple[float, ...],
@@ -187,26 +189,34 @@ def _waits(
     own: int,
     elapsed: float,
     groups: Sequence[int],
-) -> list[float]:
-    """How far each other rank is from its next token, by the replay, in micro-batches of its own."""
-    waits, order = [0.5] * len(seconds), []
-    behind = own - (need - left)
+) -> tuple[list[float], float]:
+    """Replay the step until now.
+
+    Returns:
+        How far each rank is from its next token, in micro-batches of its own, and how much of what the others are
+        expected to do to count on, 0 to 1: all, unless they are behind by more than a turn each.
+    """
+    waits, running = [0.5] * len(seconds), []
+    taken, expected = need - left - own, 0
     for other, (one, group, share) in enumerate(zip(seconds, groups, shares(seconds, need), strict=True)):
         if other == rank:
             continue
-        begun, phase = divmod(elapsed / (one * group), 1.0)
-        if begun * group < share:
-            behind += min((int(begun) + 1) * group, share)
-            order.append((phase, other, begun + 1.0))
+        turns, phase = divmod(elapsed / (one * group), 1.0)
+        if turns * group < share:
+            expected += min((int(turns) + 1) * group, share)
+            running.append((phase, other, turns + 1.0))
         else:
-            behind += share
-    order.sort(reverse=behind < 0)
-    for phase, other, begun in order:
+            expected += share
+    behind = expected - taken
+    turn_each = sum(groups[other] for _, other, _ in running)
+    trust = min(1.0, (taken + turn_each) / expected) if expected else 1.0
+    running.sort(reverse=behind < 0)
+    for phase, other, turns in running:
         wait = 1.0 - phase
         if behind > 0:
             wait, behind = 0.0, max(0, behind - groups[other])
         elif behind < 0:
             wait, behind = wait + 1.0, min(0, behind + groups[other])
-        wait += (0.5 - wait) * DRIFT * begun / (1.0 + DRIFT * begun)
+        wait += (0.5 - wait) * DRIFT * turns / (1.0 + DRIFT * turns)
         waits[other] = wait * groups[other]
-    return waits
+    return waits, trust

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import lockstep_cases
 import torch
+from learners import until
 from lockstep_cases import digest, joined
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from shardqueue import Session, SharedQueueDataset
 from shardqueue.elastic import Elastic
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
 
 FEATURES = 6
 
@@ -132,7 +138,7 @@ def trained(rank: int, case: Case, mailbox: str) -> Told:
                 optimizer.zero_grad()
                 batches = []
                 for _, batch in step:
-                    loss_of(model, batch).backward()
+                    torch.autograd.backward(loss_of(model, batch))
                     batches.append(batch[0].tolist())
                     threading.Event().wait(case.pause(rank, epoch > 0 or step.number >= half))
                 step.reduce()
@@ -164,13 +170,13 @@ def alone(case: Case, told: list[Told]) -> list[torch.Tensor]:
     optimizer = optimizer_of(model)
     for batches in steps_of(told):
         optimizer.zero_grad()
-        weights, losses = [], []
+        total, loss = 0.0, torch.zeros((), dtype=rows.inputs.dtype)
         for batch in batches:
             numbers = torch.tensor(batch)
             item = numbers, rows.inputs[numbers], rows.targets[numbers]
-            weights.append(len(batch) if case.weigh == "samples" else tokens_of((0, item)))
-            losses.append(loss_of(model, item) * weights[-1])
-        torch.autograd.backward(sum(losses) / sum(weights))
+            weight = len(batch) if case.weigh == "samples" else tokens_of((0, item))
+            total, loss = total + weight, loss + loss_of(model, item) * weight
+        torch.autograd.backward(loss / total)
         optimizer.step()
     return [parameter.detach() for parameter in model.parameters()]
 
@@ -179,3 +185,173 @@ def steps_of(told: list[Told]) -> Iterator[list[list[int]]]:
     """The micro-batches of each step, of all ranks, as rows."""
     for parts in zip(*(rank.batches for rank in told), strict=True):
         yield [batch for part in parts for batch in part]
+
+
+# -- other data --------------------------------------------------------------------------------------------
+
+
+class Anything(torch.nn.Module):
+    """Takes the values of `lockstep_cases`, and learns nothing worth knowing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return (self.weight * value.double()).sum()
+
+
+Shared = list[list[lockstep_cases.Value]]
+
+
+def shared_out(
+    rank: int, jobs: list[tuple[str, int, int, int]], folder: str, read: Any = lockstep_cases.load
+) -> list[Shared]:
+    """The values of each step of jobs over (plan, batches, micro-batches of a step, loader workers)."""
+    joined(rank)
+    return [share_out(rank, *job, f"{folder}/{number}", read) for number, job in enumerate(jobs)]
+
+
+def share_out(
+    rank: int, shape: str, total: int, micro_batches: int, workers: int, mailbox: str, read: Any
+) -> Shared:
+    case = lockstep_cases.Case(shape, total, workers=workers)
+    dataset = lockstep_cases.dataset_of(case, mailbox, f"rank-{rank}", read)
+    loader, model = lockstep_cases.loader_of(dataset, case), Anything()
+    found = []
+    with lockstep_cases.letting_go(), Session(mailbox, f"rank-{rank}") as session:
+        elastic = Elastic(session, model, micro_batches)
+        for step in elastic.steps(loader):
+            found.append(one_step(step, model))
+            session.step(samples=step.samples)
+        elastic.close()
+    del loader
+    gc.collect()
+    return found
+
+
+def one_step(step: Any, model: Any) -> list[lockstep_cases.Value]:
+    values = []
+    for _, value in step:
+        torch.autograd.backward(model(value))
+        values.append((int(value[0]), int(value[1])))
+    step.reduce()
+    return values
+
+
+class Held:
+    """A loader of which one rank waits for a file before it reads any but its first few batches."""
+
+    def __init__(self, flag: Path, after: int) -> None:
+        self.flag, self.left = flag, after
+
+    def __call__(self, unit: Any) -> Iterator[tuple[int, torch.Tensor]]:
+        for pair in lockstep_cases.load(unit):
+            if not self.left:
+                until(self.flag.exists)
+            self.left -= self.left > 0
+            yield pair
+
+
+def with_one_held(rank: int, mailbox: str, folder: Path, who: int, pauses: tuple[float, float]) -> list[int]:
+    """Of two ranks one, `who`, gets no data until the other has gone through some steps alone; counts by step."""
+    joined(rank)
+    flag = folder / "flag"
+    case = lockstep_cases.Case("equal", 60)
+    read: Any = Held(flag, 8) if rank == who else lockstep_cases.load
+    dataset = lockstep_cases.dataset_of(case, mailbox, f"rank-{rank}", read)
+    loader, model, counts = lockstep_cases.loader_of(dataset, case), Anything(), []
+    with Session(mailbox, f"rank-{rank}") as session:
+        elastic = Elastic(session, model, 6)
+        for step in elastic.steps(loader):
+            for _, value in step:
+                torch.autograd.backward(model(value))
+                threading.Event().wait(pauses[rank])
+            step.reduce()
+            session.step(samples=step.samples)
+            counts.append(step.micro_batches)
+            if step.number == 4 and rank != who:
+                flag.touch()
+        elastic.close()
+    return counts
+
+
+# -- faults ------------------------------------------------------------------------------------------------
+
+
+def with_a_fault(rank: int, kind: str, mailbox: str, size: int) -> Any:
+    """Something is amiss, on the last rank or on all."""
+    joined(rank)
+    last, name = rank == size - 1, f"rank-{rank}"
+    case = lockstep_cases.Case("equal", 22)
+    read: Any = lockstep_cases.load_broken if kind == "broken" and last else lockstep_cases.load
+    dataset = lockstep_cases.dataset_of(case, mailbox, name, read)
+    loader: Any = lockstep_cases.loader_of(dataset, case)
+    model: Any = Anything()
+    if kind == "other model" and last:
+        model = torch.nn.Linear(2, 2)
+    wrapped: dict[str, Callable[[], Any]] = {
+        "ddp": lambda: DistributedDataParallel(model),
+        "syncbn": lambda: torch.nn.Sequential(model, torch.nn.SyncBatchNorm(1)),
+    }
+    if kind in wrapped:
+        model = wrapped[kind]()
+    micro_batches = size - 1 if kind == "few" else 6 if kind == "other steps" and last else 5
+    weight = (lambda _: 0.0) if kind == "weightless" else None
+    with (
+        lockstep_cases.letting_go(),
+        lockstep_cases.impatient(),
+        Session(mailbox, name, log_every=0.5) as session,
+    ):
+        elastic = Elastic(session, model, micro_batches, weight=weight)
+        for step in elastic.steps([1] if kind == "loader" else loader):
+            for number, (_, value) in enumerate(step):
+                torch.autograd.backward(model(value))
+                if kind == "kill" and last and step.number == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if kind == "raise" and last and step.number == 1:
+                    raise LookupError("the model exploded")
+                if kind == "early" and not number:
+                    step.reduce()
+                if kind == "left":
+                    break
+            if kind != "forgotten":
+                step.reduce()
+            if kind == "twice":
+                step.reduce()
+            session.step(samples=step.samples)
+
+
+# -- going on ----------------------------------------------------------------------------------------------
+
+
+def in_part(
+    rank: int, mailbox: str, states: list[dict[str, Any]], micro_batches: int, stop: int | None, epochs: int
+) -> tuple[list[list[int]], dict[str, Any]]:
+    """Rows by step of some epochs, up to a number of steps; and the state then."""
+    joined(rank)
+    name, rows = f"rank-{rank}", Rows(90, torch.float64)
+    dataset = SharedQueueDataset.from_dataset(
+        rows, mailbox, 2, 4, shuffle=True, with_step=True, learner_id=name
+    )
+    loader: Any = DataLoader(dataset, batch_size=None)
+    model, found, state = model_of(Case()), [], {}
+    with Session(mailbox, name) as session:
+        if states:
+            session.load_state_dict(*states)
+        elastic = Elastic(session, model, micro_batches)
+        for _ in range(epochs):
+            for step in elastic.steps(loader):
+                trained = []
+                for _, batch in step:
+                    torch.autograd.backward(loss_of(model, batch))
+                    trained += batch[0].tolist()
+                    threading.Event().wait(0.002 * rank)
+                step.reduce()
+                session.step(samples=step.samples)
+                found.append(trained)
+                if len(found) == stop:
+                    state = session.state_dict()
+                    break
+        elastic.close()
+    return found, state

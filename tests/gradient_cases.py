@@ -216,13 +216,12 @@ def joined(rank: int) -> Any:
     return distributed.group.WORLD
 
 
-def reduce(gradients: Gradients, weight: float, count: int, early: bool = True) -> None:
-    """End a step, with a header of our own."""
+def reduce(gradients: Gradients, weight: float, count: int, group: Any = None) -> None:
+    """End a step; the header is summed in the world's group, or another."""
     header = torch.tensor([*gradients.flags, weight, count], dtype=torch.float64)
-    if early:
-        gradients.launch()
+    gradients.launch()
     if distributed.is_initialized():
-        distributed.all_reduce(header)
+        distributed.all_reduce(header, group=group)
     *flags, weights, counts = header.tolist()
     gradients.finish(flags, weights, count, int(counts))
 
@@ -271,7 +270,7 @@ def trained(rank: int, cases: list[Case]) -> list[Told]:
 
 
 def events(rank: int, case: Case) -> list[str]:
-    """In which order gradients arrived, sums began and backward ended, in the first step."""
+    """In which order gradients arrived, sums began and backward ended, in the second of two steps alike."""
     group, seen = joined(rank), []
     model = built(case)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -279,6 +278,9 @@ def events(rank: int, case: Case) -> list[str]:
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name))
     gradients = Gradients(model, group, case.bucket_bytes)
     begin = distributed.all_reduce
+    mine = take(gradients, model, optimizer, case, 0, rank)
+    reduce(gradients, sum(samples for _, samples in mine), len(mine))
+    seen.clear()
 
     def all_reduce(*args: Any, **options: Any) -> Any:
         seen.append("sum")
@@ -323,6 +325,7 @@ class Buffered(nn.Module):
         )
         self.grown: Any = self.holding(rows=torch.zeros(1))
         self.replaced: Any = self.holding(mean=torch.zeros(2, dtype=torch.complex128))
+        self.least: Any = self.holding(value=torch.tensor(torch.inf))
         self.still: Any = self.holding(rows=torch.tensor([1.0, 2.0, 3.0]))
 
     def holding(self, **buffers: Tensor) -> nn.Module:
@@ -336,6 +339,7 @@ class Buffered(nn.Module):
         self.changed.count += 1 + rank
         self.changed.mask |= rank == 0
         self.replaced.mean = self.replaced.mean + rank + 1j
+        self.least.value.clamp_(max=float(10 - rank))
         if rank == 0:
             self.grown.rows = torch.arange(len(self.grown.rows) + 1.0)
         return (self.norm(rows) * self.weight).square().mean()
@@ -365,16 +369,19 @@ def snapshot(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffer.clone() for name, buffer in model.named_buffers()}
 
 
-def partly_frozen(rank: int) -> None:
-    """The last rank has frozen a layer."""
-    group = joined(rank)
-    model = built(Case())
-    if rank == distributed.get_world_size() - 1:
-        model.layers[1].requires_grad_(False)
-    gradients = Gradients(model, group)
-    gradients.begin()
+def partly_frozen(rank: int, at: int) -> None:
+    """The last rank freezes a layer before that step."""
+    group, case = joined(rank), Case()
+    header = distributed.new_group(backend="gloo")
+    model = built(case)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gradients = Gradients(model, group, case.bucket_bytes)
     try:
-        reduce(gradients, 0, 0, early=False)
+        for step in range(at + 1):
+            if step == at and rank == distributed.get_world_size() - 1:
+                model.layers[1].requires_grad_(False)
+            mine = take(gradients, model, optimizer, case, step, rank)
+            reduce(gradients, sum(samples for _, samples in mine), len(mine), header)
     finally:
         gradients.close()
 
@@ -385,6 +392,8 @@ def broken_off(rank: int) -> tuple[str, int, list[float]]:
     model = built(case)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     gradients = Gradients(model, group, case.bucket_bytes)
+    mine = take(gradients, model, optimizer, case, 0, rank)
+    reduce(gradients, sum(samples for _, samples in mine), len(mine))
     take(gradients, model, optimizer, case, 0, rank)
     gradients.launch()
     said = ""

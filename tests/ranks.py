@@ -92,7 +92,8 @@ class Launcher:
     """One process that has imported torch, and Lightning if asked, and forks ranks."""
 
     def __init__(self, lightning: bool = True) -> None:
-        modules = ["torch", "lightning.pytorch"] if lightning else ["torch"]
+        # An optimizer imports dynamo, which costs each rank a second and more.
+        modules = ["torch", "torch._dynamo", *(["lightning.pytorch"] if lightning else [])]
         self._pipe, there = multiprocessing.Pipe()
         context = multiprocessing.get_context("spawn")
         with _environment(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1"):

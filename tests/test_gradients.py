@@ -122,7 +122,8 @@ def test_sums_begin_within_the_last_backward_alone(ranks: Up) -> None:
 
 
 def test_a_gradient_that_comes_after_its_sum_began_is_an_error(ranks: Up) -> None:
-    for outcome in ranks(2).outcomes(trained, [Case(SHARED)], patience=SOON):
+    case = Case(SHARED, steps=[[(0, 4), (1, 4)]] * 2)
+    for outcome in ranks(2).outcomes(trained, [case], patience=SOON):
         assert outcome.error == "ClosedError"
         assert "parameter layers.0." in outcome.text
         assert "pass use_reentrant=False" in outcome.text
@@ -170,7 +171,7 @@ def test_buffers(ranks: Up) -> None:
                 added = sum(int(one[name]) - int(before[name]) for one in made)
                 assert int(after[name]) == int(before[name]) + added, name
             else:
-                parts = [n * one[name].cdouble() for n, one in zip(count, made, strict=True)]
+                parts = [n * one[name].cdouble() for n, one in zip(count, made, strict=True) if n]
                 mean = torch.stack(parts).sum(dim=0) / sum(count)
                 torch.testing.assert_close(after[name].cdouble(), mean, rtol=1e-3, atol=1e-6, msg=name)
         for name in left_alone:
@@ -200,7 +201,12 @@ def test_modules_that_differ_are_refused_on_every_rank(ranks: Up) -> None:
             "AgreementError",
             True,
         )
-    for outcome in ranks(2).outcomes(partly_frozen, patience=SOON):
+
+
+@pytest.mark.parametrize("at", [0, 4])
+def test_freezing_on_one_rank_alone_is_refused_on_every_rank(ranks: Up, at: int) -> None:
+    """Before sums of different sizes meet, of which a process can die."""
+    for outcome in ranks(2).outcomes(partly_frozen, at, patience=SOON):
         assert (outcome.error, "freeze and unfreeze the same" in outcome.text) == ("AgreementError", True)
 
 

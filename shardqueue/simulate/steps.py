@@ -1,9 +1,9 @@
 """Elastic steps in virtual time: what the policy of `turns` makes of ranks of any speed.
 
-It drives the policy itself and has no copy of it: ranks ask `turn` as the engine's do, a rank that declined asks again,
+It drives the policy itself and has no copy of it: ranks ask `turn` as the engine's do, one that declined asks again,
 and the averages are those of `Speeds`. What a store and a reduction cost is left out. `greedy` and `equal_split` are
-policies to compare with, and the limit of a step is the best split into whole micro-batches by somebody who
-knows everything but the noise.
+policies to compare with, and the limit of a step is the best split into whole micro-batches by somebody who knows
+everything but the noise.
 """
 
 from __future__ import annotations
