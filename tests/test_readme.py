@@ -6,8 +6,13 @@ import re
 import socket
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+from torch import distributed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 YAML = re.findall(r"^```yaml\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
@@ -23,13 +28,16 @@ pytestmark = [
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What torchrun tells the only rank of a job."""
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What torchrun tells the only rank of a job; a process group that a Trainer has made is left behind it."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     environment = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
+    yield
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 @pytest.mark.usefixtures("alone")
