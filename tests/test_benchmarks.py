@@ -36,6 +36,7 @@ def test_the_loader_benchmark_ends_with_one_line_of_json() -> None:
     assert len(lines) == len(found["rows"]) + 2  # a heading, a line a row, and the JSON: nothing was WRONG
 
 
+@pytest.mark.full
 def test_what_the_ranks_of_lockstep_tell_each_other_is_measured() -> None:
     rows = rows_of("lightning_overhead", "--only", "agreement")
     assert [row["case"].partition(",")[0] for row in rows] == 2 * ["agreement of 2 ranks"] + 2 * [

@@ -12,6 +12,9 @@ import signal
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -22,28 +25,40 @@ from shardqueue.audit.accounts import Kind, Verdict, account
 from shardqueue.audit.evidence import gather
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
     from benchmarks.seaweedfs import S3Server
     from shardqueue.records import BackRecord
+
+Courses = Callable[..., Course]
 
 MOST_FINDINGS = 10_000
 TAKEN = ("silent", "gone", "left")
 """Why an attempt is ended by others."""
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Callable[..., Course]:
+def courses(folder: Path) -> Courses:
     """Makes a course on a folder."""
-    return lambda **options: Course(str(tmp_path), str(tmp_path / "queue"), **options)
+    folder.mkdir(exist_ok=True)
+    return lambda **options: Course(str(folder), str(folder / "queue"), **options)
 
 
 @pytest.fixture
-def bucket(tmp_path: Path, s3_server: S3Server) -> Callable[..., Course]:
+def folder(tmp_path: Path) -> Courses:
+    return courses(tmp_path)
+
+
+def bucket_courses(folder: Path, server: S3Server) -> Courses:
     """Makes a course on the S3 server."""
-    url = f"s3://shardqueue/{tmp_path.name}"
-    return lambda **options: Course(str(tmp_path), url, s3_server.options, **options)
+    folder.mkdir(exist_ok=True)
+    url = f"s3://shardqueue/{folder.name}"
+    return lambda **options: Course(str(folder), url, server.options, **options)
+
+
+@pytest.fixture
+def bucket(tmp_path: Path, s3_server: S3Server) -> Courses:
+    return bucket_courses(tmp_path, s3_server)
 
 
 # -- the judge -------------------------------------------------------------------------------------------
@@ -157,12 +172,7 @@ def until_in_a_unit(stage: Stage, learner: Learner, deep: int) -> None:
     )
 
 
-@pytest.mark.parametrize("kind", ["stepped", pytest.param("forked", marks=pytest.mark.full)])
-@pytest.mark.parametrize(
-    "machines",
-    [pytest.param(False, id="one machine", marks=pytest.mark.full), pytest.param(True, id="own machines")],
-)
-def test_killed_in_the_middle_of_a_unit(folder: Callable[..., Course], machines: bool, kind: str) -> None:
+def killed_in_the_middle_of_a_unit(folder: Courses, machines: bool, kind: str) -> None:
     """Its label comes back, and another one comes late."""
     with Stage(folder(machines=machines)) as stage:
         lost = stage.start("lost", kind)
@@ -177,7 +187,7 @@ def test_killed_in_the_middle_of_a_unit(folder: Callable[..., Course], machines:
         assert stage.ended()
 
 
-def test_a_loader_goes_on_with_what_a_dead_one_held(folder: Callable[..., Course]) -> None:
+def loader_goes_on_with_what_a_dead_one_held(folder: Courses) -> None:
     """The workers of the living had ended long before; those of the dead end by themselves."""
     with Stage(folder(machines=True, batches=120)) as stage:
         lost = stage.start("lost", "forked", seconds=0.1)
@@ -191,8 +201,7 @@ def test_a_loader_goes_on_with_what_a_dead_one_held(folder: Callable[..., Course
         assert any(record.why == "silent" for record in stage.ended().values())
 
 
-@pytest.mark.parametrize("kind", ["queue", pytest.param("forked", marks=pytest.mark.full)])
-def test_paused_until_all_is_over(folder: Callable[..., Course], kind: str) -> None:
+def paused_until_all_is_over(folder: Courses, kind: str) -> None:
     """It finds that what it holds is trained by others, and trains no more than what it had in hand.
 
     A batch takes it so long that its log is written anew before it comes back for the next one.
@@ -210,7 +219,7 @@ def test_paused_until_all_is_over(folder: Callable[..., Course], kind: str) -> N
         assert any(record.why == "silent" for record in stage.ended().values())
 
 
-def test_outage_takes_nothing_from_anybody(folder: Callable[..., Course]) -> None:
+def outage_takes_nothing_from_anybody(folder: Courses) -> None:
     """Those who are done wait for a slow one, when the store is away for longer than a silent one is waited for."""
     with Stage(folder(machines=True)) as stage:
         until_two_wait_for_a_third(stage)
@@ -222,10 +231,19 @@ def test_outage_takes_nothing_from_anybody(folder: Callable[..., Course]) -> Non
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(("machines", "kind"), [(True, "forked"), (False, "stepped"), (False, "forked")])
+def test_killed_in_other_ways(folder: Courses, machines: bool, kind: str) -> None:
+    killed_in_the_middle_of_a_unit(folder, machines, kind)
+
+
+@pytest.mark.full
+def test_a_loader_is_paused_until_all_is_over(folder: Courses) -> None:
+    paused_until_all_is_over(folder, "forked")
+
+
+@pytest.mark.full
 @pytest.mark.s3
-def test_server_that_hangs_takes_nothing_from_anybody(
-    bucket: Callable[..., Course], s3_server: S3Server
-) -> None:
+def test_server_that_hangs_takes_nothing_from_anybody(bucket: Courses, s3_server: S3Server) -> None:
     """The same where calls under way get no answer, and some of them have taken effect."""
     with Stage(bucket(machines=True)) as stage:
         until_two_wait_for_a_third(stage)
@@ -305,17 +323,32 @@ def play(stage: Stage, seed: int, kinds: tuple[str, ...] = KINDS) -> None:
     stage.until_over()
 
 
-@pytest.mark.s3
-def test_chaos_on_a_bucket(bucket: Callable[..., Course]) -> None:
+def chaos(anywhere: Courses) -> None:
     """One seed of many, see below."""
-    with Stage(bucket(machines=True, batches=200)) as stage:
+    with Stage(anywhere(machines=True, batches=200)) as stage:
         play(stage, 7, ("queue", "stepped"))
         check(stage)
 
 
+@pytest.mark.s3
+def test_one_of_each(tmp_path: Path, s3_server: S3Server) -> None:
+    """The processes of a scene mostly wait, so all scenes are played at once, each in a place of its own."""
+    scenes: list[Callable[[Courses], None]] = [
+        partial(killed_in_the_middle_of_a_unit, machines=True, kind="stepped"),
+        loader_goes_on_with_what_a_dead_one_held,
+        partial(paused_until_all_is_over, kind="queue"),
+        outage_takes_nothing_from_anybody,
+    ]
+    with ThreadPoolExecutor(max_workers=len(scenes) + 1) as pool:
+        played = [pool.submit(scene, courses(tmp_path / str(number))) for number, scene in enumerate(scenes)]
+        played.append(pool.submit(chaos, bucket_courses(tmp_path / "one-of-each", s3_server)))
+    for scene in played:
+        scene.result()
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(16))
-def test_chaos_on_a_folder_by_seed(folder: Callable[..., Course], seed: int) -> None:
+def test_chaos_on_a_folder_by_seed(folder: Courses, seed: int) -> None:
     """Half of them see one another's processes."""
     with Stage(folder(machines=seed % 2 == 0)) as stage:
         play(stage, seed)
@@ -325,7 +358,7 @@ def test_chaos_on_a_folder_by_seed(folder: Callable[..., Course], seed: int) -> 
 @pytest.mark.full
 @pytest.mark.s3
 @pytest.mark.parametrize("seed", range(100, 108))
-def test_chaos_on_a_bucket_by_seed(bucket: Callable[..., Course], seed: int) -> None:
+def test_chaos_on_a_bucket_by_seed(bucket: Courses, seed: int) -> None:
     """The same over the network."""
     with Stage(bucket(machines=seed % 2 == 0)) as stage:
         play(stage, seed)

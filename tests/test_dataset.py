@@ -54,10 +54,29 @@ def value(batch: torch.Tensor) -> Value:
     return int(batch[0]), int(batch[1])
 
 
+class Killable(DataLoader[Any]):
+    """A loader one of whose workers can be killed at any moment but one.
+
+    Killed while it asks whether the loader is at its end, it would take that event's lock along, and torch would
+    wait for it for ever.
+    """
+
+    def _get_iterator(self) -> Any:
+        iterator: Any = super()._get_iterator()
+        self._at_its_end = iterator._workers_done_event
+        return iterator
+
+    def kill(self, worker: int) -> None:
+        """Kill a worker, and let torch raise: anywhere else that would blur what was trained."""
+        with self._at_its_end._cond:
+            os.kill(worker, signal.SIGKILL)
+            threading.Event().wait(10)
+
+
 def loader_of(dataset: Any, workers: int = 0, context: str = "fork", **options: Any) -> Any:
     if workers:
         options = {"multiprocessing_context": context, **options}
-    return DataLoader(dataset, batch_size=None, num_workers=workers, **options)
+    return Killable(dataset, batch_size=None, num_workers=workers, **options)
 
 
 def drain(loader: Any, session: Session | None = None, most: int | None = None) -> list[Value]:
@@ -234,9 +253,9 @@ def test_a_killed_worker_takes_at_most_its_own_units(queue: str, track: bool) ->
     with pytest.raises(RuntimeError, match="killed by signal"):
         if track:
             with session:
-                kill_one(session.track(loader), session, trained)
+                kill_one(loader, session.track(loader), session, trained)
         else:
-            kill_one(loader, None, trained)
+            kill_one(loader, loader, None, trained)
     del loader
     gc.collect()
     rest = drain(loader_of(SharedQueueDataset(units, queue, load, "b", run="1"), 2))
@@ -252,14 +271,13 @@ def load_with_pid(unit: Unit) -> Iterator[tuple[int, tuple[int, int, int]]]:
         yield step, (step, unit.lane, os.getpid())
 
 
-def kill_one(items: Any, session: Session | None, trained: list[Value]) -> None:
+def kill_one(loader: Killable, items: Any, session: Session | None, trained: list[Value]) -> None:
     for _, batch in items:
         trained.append((batch[0], batch[1]))
         if session:
             session.step()
         if len(trained) == 10:
-            os.kill(int(batch[2]), signal.SIGKILL)
-            threading.Event().wait(10)  # torch raises here; anywhere else would blur what was trained
+            loader.kill(int(batch[2]))
 
 
 # -- epochs ------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ import pytest
 import torch
 from fleet import Fleet
 from learners import until
+from test_dataset import Killable
 from torch.utils.data import DataLoader, TensorDataset
 
 from shardqueue import Session, SharedQueueDataset, Unit, open_mailbox, unit_grid
@@ -166,7 +167,7 @@ def train_with_accidents(rank: int, mailbox: str, seed: int, accidents: int) -> 
         dataset = SharedQueueDataset(
             unit_grid(100, 4, LANES, taper=8), mailbox, load_with_pid, f"n{rank}", "1"
         )
-        loader: Any = DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context="fork")
+        loader: Any = Killable(dataset, batch_size=None, num_workers=2, multiprocessing_context="fork")
         left = chance.randrange(1, 20) if accident < accidents else -1
         with suppress(RuntimeError), Session(mailbox, f"n{rank}") as session:
             for _, (step, lane, worker) in session.track(loader):
@@ -174,8 +175,7 @@ def train_with_accidents(rank: int, mailbox: str, seed: int, accidents: int) -> 
                 session.step()
                 left -= 1
                 if not left:
-                    os.kill(worker, signal.SIGKILL)
-                    threading.Event().wait(10)  # torch raises here
+                    loader.kill(worker)
         del loader
         gc.collect()
     return trained

@@ -37,6 +37,8 @@ PATIENCE = 120.0
 
 Batch = tuple[str, int]
 
+forks = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
 
 def load(unit: Unit) -> Iterator[tuple[int, Batch]]:
     for index, step in enumerate(unit.steps):
@@ -165,11 +167,12 @@ def test_in_a_folder(tmp_path: Path) -> None:
     assert by_speed(trained, 1.0) > by_speed(trained, 0.25)
 
 
+@forks
 @pytest.mark.s3
 def test_in_a_bucket(s3_server: S3Server) -> None:
     units = unit_grid(40, 2, 3, taper=False)
     url = f"s3://shardqueue/exactly-once-{os.urandom(4).hex()}"
-    trained = race(contenders(units, url, 0.04, options=s3_server.options))
+    trained = race(contenders(units, url, 0.04, options=s3_server.options), "fork")
     assert together(trained) == whole(units)
     assert by_speed(trained, 1.0) > by_speed(trained, 0.25)
 
@@ -196,7 +199,7 @@ def test_in_a_bucket_for_longer(s3_server: S3Server) -> None:
 
 def twins(folder: Path, **more: Any) -> tuple[Mapping[str, Unit], list[Work]]:
     """Three processes that cannot be told apart by label, speed or seed, and lose answers."""
-    units = unit_grid(40, 1, 1, taper=False)
+    units = unit_grid(20, 1, 1, taper=False)
     return units, [
         Work(units, str(folder / "box"), learner_id="twin", seconds=0.005, seed=7, lost=3, **more)
         for _ in range(3)
@@ -214,10 +217,11 @@ def test_with_all_generators_seeded_equally_torch_too(tmp_path: Path) -> None:
     assert together(race(works)) == whole(units)
 
 
+@forks
 def test_the_judge_catches_nonces_from_a_seeded_generator(tmp_path: Path) -> None:
     """The mutant: were identity and nonce drawn from a generator that can be seeded, both would own one claim."""
     units, works = twins(tmp_path, tamper=True)
-    trained = together(race(works))
+    trained = together(race(works, "fork"))
     assert trained.keys() == whole(units).keys()
     assert trained != whole(units)
 
@@ -236,8 +240,6 @@ def test_the_users_random_state_is_untouched(tmp_path: Path) -> None:
 
 
 # -- objects made before a fork ------------------------------------------------------------------------------
-
-forks = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
 @dataclass(frozen=True)

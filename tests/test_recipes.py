@@ -169,7 +169,7 @@ def _receive(pipe: Connection) -> Any:
 def pair() -> Iterator[Pair]:
     pair = Pair()
     yield pair
-    pair.stop()
+    pair.stop(kill=True)  # an orderly end of what they have imported takes seconds
 
 
 # -- what the samples hold -------------------------------------------------------------------------------

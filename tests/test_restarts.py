@@ -7,7 +7,7 @@ every row once an epoch: two times.
 from __future__ import annotations
 
 import signal
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from restarts import Process
+    from restarts import Agent, Process
 
 EPOCHS = 2
 A_NODE_DIES = "A node dies, and the job goes on with fewer"
@@ -34,6 +34,31 @@ NEXT_WEEK = "Next week, on other GPUs"
 def quick_start() -> Iterator[None]:
     with imported_once():
         yield
+
+
+@dataclass(frozen=True)
+class TwoNodes:
+    """A job on two nodes, the second of which dies."""
+
+    restarts: Restarts
+    first: Agent
+    second: Agent
+
+
+@pytest.fixture(autouse=True, scope="module")
+def two_nodes(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TwoNodes | None]:
+    """What mostly waits is started before all tests, and the last of them looks at it."""
+    last = test_a_node_dies_and_the_other_goes_on
+    if last.__name__ not in (item.name for item in request.session.items):
+        yield None
+        return
+    line = command(A_NODE_DIES)
+    with Restarts(tmp_path_factory.mktemp("nodes")) as restarts:
+        first = restarts.node(line, first=True)
+        second = restarts.node(line, first=False, fate=Fate(dies=35, node=True))
+        yield TwoNodes(restarts, first, second)
 
 
 @pytest.fixture
@@ -75,18 +100,7 @@ def crash(restarts: Restarts, size: int, step: int) -> None:
     assert [process.end() for process in processes] == [1] * (size - 1) + [-signal.SIGKILL]
 
 
-# -- a node dies -----------------------------------------------------------------------------------------
-
-
-def test_a_node_dies_and_the_other_goes_on(restarts: Restarts) -> None:
-    """Its torchrun dies with it, five steps after a checkpoint and in the middle of a unit."""
-    line = command(A_NODE_DIES)
-    first = restarts.node(line, first=True)
-    second = restarts.node(line, first=False, fate=Fate(dies=35, node=True))
-    assert second.end() == -signal.SIGKILL, second.log
-    assert first.end() == 0, first.log
-    assert "every row was trained so many times: [2.0]" in first.log
-    assert trained(restarts) == [EPOCHS]
+# -- a rank dies -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.full
@@ -231,3 +245,15 @@ def test_the_whole_array_again(restarts: Restarts) -> None:
     (restarts.folder / "awaited").touch()
     finish([*rest, first])
     assert trained_by_all(restarts) == [EPOCHS]
+
+
+# -- a node dies -----------------------------------------------------------------------------------------
+
+
+def test_a_node_dies_and_the_other_goes_on(two_nodes: TwoNodes) -> None:
+    """Its torchrun dies with it, five steps after a checkpoint and in the middle of a unit."""
+    second, first = two_nodes.second, two_nodes.first
+    assert second.end() == -signal.SIGKILL, second.log
+    assert first.end() == 0, first.log
+    assert "every row was trained so many times: [2.0]" in first.log
+    assert trained(two_nodes.restarts) == [EPOCHS]

@@ -18,12 +18,20 @@ ROWS, BATCH = 22, 2
 """11 batches: no number of ranks divides them."""
 
 
+sizes_and_workers = pytest.mark.parametrize(
+    ("size", "workers"),
+    [
+        *((1, 0), (1, 2), (2, 0), (3, 2)),
+        *(pytest.param(*both, marks=pytest.mark.full) for both in ((2, 2), (3, 0))),
+    ],
+)
+
+
 def numbered(*stages: str, **settings: Any) -> dict[str, Any]:
     return {**dict.fromkeys(stages, Numbered(ROWS)), "batch_size": BATCH, "unit_batches": 2, **settings}
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("size", [1, 2, 3])
+@sizes_and_workers
 def test_fit(ranks: Up, tmp_path: Path, size: int, workers: int) -> None:
     settings = {"num_workers": workers, "multiprocessing_context": "fork" if workers else None}
     job = Job(str(tmp_path), numbered("train", "val", **settings), {"max_epochs": 2})
@@ -40,8 +48,7 @@ def test_fit(ranks: Up, tmp_path: Path, size: int, workers: int) -> None:
 
 
 @pytest.mark.parametrize("verb", ["validate", "test", "predict"])
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("size", [1, 2, 3])
+@sizes_and_workers
 def test_evaluation(ranks: Up, tmp_path: Path, size: int, workers: int, verb: str) -> None:
     stage = {"validate": "val"}.get(verb, verb)
     settings = {"num_workers": workers, "multiprocessing_context": "fork" if workers else None}

@@ -71,8 +71,13 @@ def test_units(ranks: Up, tmp_path: Path, size: int) -> None:
     assert all(one.ordered == [[row, row + 1] for row in range(0, ROWS, BATCH)] for one in every)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("size", "workers"),
+    [
+        *((1, 0), (1, 2), (2, 0), (3, 2)),
+        *(pytest.param(*both, marks=pytest.mark.full) for both in ((2, 2), (3, 0))),
+    ],
+)
 def test_units_of_unknown_size(ranks: Up, tmp_path: Path, size: int, workers: int) -> None:
     data = {
         **{
