@@ -169,6 +169,8 @@ class Elastic:
             self.tokens = Tokens(self._ranks, session.joined.manifest.run_id)
         first = self._first_share(dataset, pass_, course)
         stock = Stock(session, dataset, loader, pass_, self.group)
+        if not first:
+            stock.begin_own()  # nobody asks the loader for a first item, with which it begins
         with dataset.together():
             try:
                 session.at(pass_, course.steps.start)
@@ -406,7 +408,7 @@ class ElasticStep:
         item = items[0] if len(items) == 1 else joined(items)
         self.micro_batches += len(items)
         self.samples += batch_samples(item)
-        self.weight += elastic.weigh(item)
+        self.weight += elastic.weigh(batch_of(item))
         self._since = elastic.session.clock.monotonic()
         return item
 
@@ -440,6 +442,12 @@ class ElasticStep:
                 f"step {self.number} is over and its gradients were not added up; call step.reduce() after the "
                 "loop over its micro-batches, and before optimizer.step()"
             )
+
+
+def batch_of(item: Any) -> Any:
+    """The batch of a loader's (step, batch); any other item as it is."""
+    pair = isinstance(item, tuple | list) and len(item) == 2 and isinstance(item[0], Step)
+    return item[1] if pair else item
 
 
 def joined(items: Sequence[Any]) -> Any:

@@ -60,7 +60,7 @@ class Stock(Supply):
         if self._items is not None and self._ahead.over:
             for _ in self._items:
                 raise LoadError("the loader gave an item after its end")
-            self._begin_own()
+            self.begin_own()
         if self._items is not None:
             return self._ahead.count
         return 0 if self._tail is None else self._tail.waiting
@@ -114,7 +114,7 @@ class Stock(Supply):
                 source.close(failed=False)
         elif self._tail is not None:
             self._tail.close(failed=False)
-        self._begin_own()
+        self.begin_own()
 
     def _stop_loader(self) -> None:
         """Have the loader end before its end."""
@@ -124,7 +124,7 @@ class Stock(Supply):
             source.stop()
         self._ahead.close()
 
-    def _begin_own(self) -> None:
+    def begin_own(self) -> None:
         """From here on this process claims for itself."""
         self._items = None
         self._from_loader = self.taken

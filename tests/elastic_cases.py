@@ -13,12 +13,15 @@ import lockstep_cases
 import torch
 from learners import until
 from lockstep_cases import digest, joined
+from torch import distributed
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
-from shardqueue import Session, SharedQueueDataset
+from shardqueue import Session, SharedQueueDataset, open_mailbox
 from shardqueue.elastic import Elastic
+from shardqueue.records import Manifest, RunKeys
+from shardqueue.tokens import Tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -111,9 +114,9 @@ def loss_of(model: torch.nn.Module, batch: Any) -> torch.Tensor:
     return functional.mse_loss(model(inputs), targets)
 
 
-def tokens_of(item: Any) -> float:
-    """As if the first feature said how many tokens a row has."""
-    return float(1 + (item[1][0] % 5).sum())
+def tokens_of(batch: Any) -> float:
+    """As if a row's number said how many tokens it has."""
+    return float(1 + (batch[0] % 5).sum())
 
 
 def trained(rank: int, case: Case, mailbox: str) -> Told:
@@ -174,7 +177,7 @@ def alone(case: Case, told: list[Told]) -> list[torch.Tensor]:
         for batch in batches:
             numbers = torch.tensor(batch)
             item = numbers, rows.inputs[numbers], rows.targets[numbers]
-            weight = len(batch) if case.weigh == "samples" else tokens_of((0, item))
+            weight = len(batch) if case.weigh == "samples" else tokens_of(item)
             total, loss = total + weight, loss + loss_of(model, item) * weight
         torch.autograd.backward(loss / total)
         optimizer.step()
@@ -279,6 +282,48 @@ def with_one_held(rank: int, mailbox: str, folder: Path, who: int, pauses: tuple
 # -- faults ------------------------------------------------------------------------------------------------
 
 
+def losing(take: Callable[[Tokens, int], int]) -> Callable[[Tokens, int], int]:
+    """Take a token more than is trained, once."""
+
+    def take_and_lose(tokens: Tokens, wanted: int) -> int:
+        got = take(tokens, wanted)
+        if got:
+            Tokens.take = take  # type: ignore[method-assign]
+            take(tokens, 1)
+        return got
+
+    return take_and_lose
+
+
+def tokens_left(mailbox: str) -> list[int]:
+    """Steps of the first pass whose counters the store still has."""
+    found = open_mailbox(mailbox).get(RunKeys("1").manifest)
+    assert found is not None
+    run_id = Manifest.decode(found, "").run_id
+    store: Any = distributed.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+    return [step for step in range(5) if store.check([f"shardqueue/{run_id}//{step}"])]
+
+
+def broken_off_and_again(rank: int, folder: str) -> tuple[list[int], list[Shared], list[int]]:
+    """Leave a job in the middle of its second step, and begin another; what each leaves in the store."""
+    joined(rank)
+    case = lockstep_cases.Case("equal", 22)
+    dataset = lockstep_cases.dataset_of(case, f"{folder}/first", f"rank-{rank}")
+    with Session(f"{folder}/first", f"rank-{rank}") as session:
+        elastic = Elastic(session, Anything(), 5)
+        for step in elastic.steps(lockstep_cases.loader_of(dataset, case)):
+            for _ in step:
+                pass
+            if step.number:
+                break
+            step.reduce()
+            session.step(samples=step.samples)
+        elastic.close()
+    shared = shared_out(rank, [("equal", 22, 5, 0)], f"{folder}/second")
+    distributed.barrier()
+    return tokens_left(f"{folder}/first"), shared, tokens_left(f"{folder}/second/0")
+
+
 def with_a_fault(rank: int, kind: str, mailbox: str, size: int) -> Any:
     """Something is amiss, on the last rank or on all."""
     joined(rank)
@@ -296,6 +341,8 @@ def with_a_fault(rank: int, kind: str, mailbox: str, size: int) -> Any:
     }
     if kind in wrapped:
         model = wrapped[kind]()
+    if kind == "lost" and last:
+        Tokens.take = losing(Tokens.take)  # type: ignore[method-assign]
     micro_batches = size - 1 if kind == "few" else 6 if kind == "other steps" and last else 5
     weight = (lambda _: 0.0) if kind == "weightless" else None
     with (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import multiprocessing
@@ -21,8 +22,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from shardqueue.demo import arithmetic, live, node, picture, report, timeline
+from shardqueue.demo import arithmetic, command, live, node, picture, report, timeline
 from shardqueue.demo.document import Document, Record, computed, encode, ratios, verdict
+from shardqueue.demo.elastic import document as elastic
+from shardqueue.demo.elastic import options as elastic_options
+from shardqueue.demo.elastic import report as elastic_report
 from shardqueue.demo.fleet import Fleet, NodeFailedError
 from shardqueue.demo.model import Replica, learning_rate
 from shardqueue.demo.node import Shared
@@ -34,7 +38,7 @@ from shardqueue.simulate import Node
 from shardqueue.units import Unit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from conftest import S3Server
 
@@ -443,16 +447,13 @@ def test_the_picture_has_both_phases(tmp_path: Path) -> None:
     assert area["shared queue"] / area["fixed split"] == pytest.approx(5 / 6, abs=0.02)
 
 
-def test_without_matplotlib_a_picture_is_refused_only_if_it_was_asked_for(
+def test_without_matplotlib_a_picture_that_was_asked_for_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(picture, "can_draw", lambda: False)
     with pytest.raises(InvalidInputError, match="pip install matplotlib"):
         run(TINY, tmp_path / "demo.json", png=tmp_path / "demo.png")
-    out = io.StringIO()
-    run(TINY, tmp_path / "demo.json", Console(file=out, width=80))
-    assert "picture" not in out.getvalue()
-    assert [path.name for path in tmp_path.iterdir()] == ["demo.json"]
+    assert list(tmp_path.iterdir()) == []
 
 
 # -- what is trained -----------------------------------------------------------------------------------------
@@ -593,9 +594,10 @@ def test_a_node_slows_down_and_a_folder_serves_any_number_of_demos(tmp_path: Pat
 
 
 @pytest.mark.s3
-def test_the_queue_runs_on_a_bucket_with_credentials_from_the_environment(
+def test_the_queue_runs_on_a_bucket_with_credentials_from_the_environment_and_without_matplotlib(
     tmp_path: Path, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(picture, "can_draw", lambda: False)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "writerkey")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testsecret")
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server.endpoint)
@@ -604,6 +606,8 @@ def test_the_queue_runs_on_a_bucket_with_credentials_from_the_environment(
     text = (tmp_path / "demo.json").read_text()
     check(json.loads(text))
     assert "s3://shardqueue/demos/demo-" in out.getvalue()
+    assert "picture" not in out.getvalue()
+    assert [path.name for path in tmp_path.iterdir()] == ["demo.json"]
     for secret in ("writerkey", "testsecret"):
         assert secret not in out.getvalue() + text
 
@@ -657,7 +661,7 @@ def test_a_node_that_fails_ends_the_demo_with_its_traceback(
 
 
 def test_a_killed_node_ends_the_phase_and_no_process_stays() -> None:
-    slow = Options(steps=1000, unit_steps=1, speeds=(1.0, 1.0), batch_seconds=1.0)
+    slow = Options(steps=10_000, unit_steps=1, speeds=(1.0, 1.0), batch_seconds=0.1)
     shared = shared_tensors(slow)
 
     workers: set[int] = set()
@@ -711,7 +715,7 @@ from shardqueue.demo.fleet import Fleet
 from shardqueue.demo.options import Options
 from test_demo import shared_tensors
 
-slow = Options(steps=1000, unit_steps=1, speeds=(1.0,), batch_seconds=1.0)
+slow = Options(steps=10_000, unit_steps=1, speeds=(1.0,), batch_seconds=0.1)
 shared = shared_tensors(slow)
 
 def die():
@@ -744,3 +748,308 @@ def test_a_picture_that_cannot_be_written_is_refused_before_anything_runs(
         run(TINY, tmp_path / "demo.json", png=tmp_path)
     with pytest.raises(InvalidInputError, match="another file than the JSON"):
         run(TINY, tmp_path / "demo.png")
+
+
+# -- elastic steps -------------------------------------------------------------------------------------------
+
+
+def micro_batch(node: str, step: int, row: int, loss: float, start: float, end: float) -> elastic.MicroBatch:
+    pid = {"A": 11, "B": 12}[node]
+    rows = [2 * row, 2 * row + 1]
+    return {
+        "pid": pid,
+        "node": node,
+        "step": step,
+        "rows": rows,
+        "loss": loss,
+        "start": start,
+        "end": end,
+    }
+
+
+def elastic_document() -> elastic.Document:
+    """Two ranks, A three times as fast as B; three steps of four micro-batches of two rows; 1 s each at speed 1.
+
+    In DDP each rank has two of a step, which takes 6 s; in elastic steps A has three and B one, in 3 s.
+    """
+    phases: list[elastic.PhaseEntry] = []
+    for name, split, seconds in (("DDP", (2, 2), 6.0), ("elastic steps", (3, 1), 3.0)):
+        ranks: dict[str, elastic.Part] = {}
+        rows = iter(range(12))
+        for rank, count, each in zip("AB", split, (1.0, 3.0), strict=True):
+            batches = [
+                micro_batch(
+                    *(rank, step, next(rows), 2.0 - 0.5 * step + (0.1 if index else -0.1)),
+                    *(seconds * step + each * index, seconds * step + each * (index + 1)),
+                )
+                for step in range(3)
+                for index in range(count)
+            ]
+            ends = [seconds * (step + 1) for step in range(3)]
+            ranks[rank] = {"ends": ends, "digest": "d1", "batches": batches}
+        phases.append({"name": name, "ranks": ranks})
+    return {
+        "format": "shardqueue-demo-elastic/1",
+        "arguments": {},
+        "machine": {},
+        "batch_seconds": 1.0,
+        "speeds": {"A": 1.0, "B": 1 / 3},
+        "steps": 3,
+        "micro_batches": 4,
+        "rows": 24,
+        "phases": phases,
+    }
+
+
+def wrong_with(document: elastic.Document) -> list[str]:
+    return elastic.verdict(elastic.outcomes(document), elastic.computed(document))
+
+
+def test_what_elastic_steps_come_to_on_paper() -> None:
+    for options in (elastic_options.FULL, elastic_options.QUICK):
+        assert options.split("DDP") == (9, 9, 9, 9)
+        assert options.split("elastic steps") == (16, 8, 8, 4)
+        assert options.seconds("DDP") / options.seconds("elastic steps") == pytest.approx(2.25)
+        assert options.rows == options.steps * 36 * options.batch_size
+    paper = elastic.computed(elastic_document())
+    assert paper.split == (3, 1)
+    assert (paper.equal, paper.best, paper.limit) == pytest.approx((6.0, 3.0, 2.0))
+
+
+def test_outcomes_of_elastic_steps_come_from_the_records() -> None:
+    written = elastic_document()
+    plain, shared = elastic.outcomes(written)
+    assert (plain.seconds, shared.seconds) == (18.0, 9.0)
+    assert (plain.step, shared.step) == (6.0, 3.0)
+    assert (plain.samples_per_second, shared.samples_per_second) == pytest.approx((24 / 18, 24 / 9))
+    assert elastic.speed_up([plain, shared]) == 2.0
+    assert [(share.node, share.a_step, share.busy, share.idle) for share in plain.shares] == [
+        ("A", 2.0, 6.0, 12.0),
+        ("B", 2.0, 18.0, 0.0),
+    ]
+    assert [(share.a_step, share.idle) for share in shared.shares] == [(3.0, 0.0), (1.0, 0.0)]
+    assert plain.losses == pytest.approx([2.0, 1.5, 1.0])
+    assert plain.loss == pytest.approx(1.0)
+    assert plain.error == pytest.approx((0.04 / 3 / 4) ** 0.5), "four losses, 0.1 from their mean"
+    assert plain.faults == shared.faults == ()
+    assert wrong_with(written) == []
+
+
+def part(document: elastic.Document) -> elastic.Part:
+    """What A did in elastic steps."""
+    return document["phases"][1]["ranks"]["A"]
+
+
+def spoil_rows(document: elastic.Document) -> None:
+    part(document)["batches"][0]["rows"] = [2, 99]
+
+
+def spoil_steps(document: elastic.Document) -> None:
+    part(document)["batches"][0]["step"] = 1
+
+
+def spoil_step_numbers(document: elastic.Document) -> None:
+    part(document)["batches"][0]["step"] = 3
+
+
+def spoil_ends(document: elastic.Document) -> None:
+    part(document)["ends"].pop()
+
+
+def spoil_replicas(document: elastic.Document) -> None:
+    part(document)["digest"] = "d2"
+
+
+def spoil_processes(document: elastic.Document) -> None:
+    for batch in part(document)["batches"]:
+        batch["pid"] = 12
+
+
+def spoil_loss(document: elastic.Document) -> None:
+    for own in document["phases"][1]["ranks"].values():
+        for batch in own["batches"]:
+            batch["loss"] += 0.5 * (batch["step"] == 2)
+
+
+def spoil_both_losses(document: elastic.Document) -> None:
+    for phase in document["phases"]:
+        for own in phase["ranks"].values():
+            for batch in own["batches"]:
+                batch["loss"] = 1.0
+
+
+def spoil_learning(document: elastic.Document) -> None:
+    for own in document["phases"][1]["ranks"].values():
+        for batch in own["batches"]:
+            batch["loss"] = float("nan")
+
+
+def spoil_pace(document: elastic.Document) -> None:
+    for own in document["phases"][0]["ranks"].values():
+        own["ends"] = [end * 1.3 for end in own["ends"]]
+
+
+def spoil_speed(document: elastic.Document) -> None:
+    part(document)["ends"][-1] = 11.5
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (
+            spoil_rows,
+            [
+                "elastic steps: 2 of 24 rows not trained, the first of them row 0",
+                "elastic steps: 1 of 24 rows trained more than once, the first of them row 2",
+                "elastic steps: 1 of 24 rows not in the data, the first of them row 99",
+            ],
+        ),
+        (spoil_steps, ["elastic steps: step 0 has 3 micro-batches instead of 4"]),
+        (spoil_step_numbers, ["elastic steps: step 0 has 3 micro-batches instead of 4"]),
+        (spoil_ends, ["elastic steps: optimizer steps by rank: {'A': 2, 'B': 3} instead of 3 each"]),
+        (spoil_replicas, ["elastic steps: the ranks ended with different parameters"]),
+        (spoil_processes, ["elastic steps: one process trained as two ranks"]),
+        (spoil_loss, ["the losses end 0.5000 apart, and noise explains 0.32"]),
+        (spoil_both_losses, ["DDP: the loss did not fall", "elastic steps: the loss did not fall"]),
+        (spoil_learning, ["elastic steps: the loss did not fall", "the losses end nan apart"]),
+        (spoil_pace, ["DDP: 1.30 times what it takes on paper, not within 0.9 and 1.25. A machine busy"]),
+        (spoil_speed, ["elastic steps: 1.57 times as fast, not at least 0.8 of the limit, 1.60. A machine"]),
+    ],
+)
+def test_each_check_of_elastic_steps_can_fail(
+    spoil: Callable[[elastic.Document], None], said: list[str]
+) -> None:
+    written = elastic_document()
+    spoil(written)
+    found = wrong_with(written)
+    assert len(found) == len(said)
+    for reason, begins in zip(found, said, strict=True):
+        assert reason.startswith(begins)
+    text = shown_elastic(written)
+    assert text.count("Not as it should be: ") == len(said)
+
+
+def shown_elastic(written: elastic.Document, encoding: str = "utf-8") -> str:
+    out = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="strict")
+    found, paper = elastic.outcomes(written), elastic.computed(written)
+    wrong = elastic.verdict(found, paper)
+    elastic_report.show(Console(file=out, width=80), written, found, paper, wrong)
+    out.flush()
+    assert isinstance(out.buffer, io.BytesIO)
+    return out.buffer.getvalue().decode(encoding)
+
+
+def test_the_result_of_elastic_steps_shows_the_last_steps_the_shares_and_both_losses() -> None:
+    lines = [line.rstrip() for line in shown_elastic(elastic_document()).splitlines()]
+    assert max(map(len, lines)) <= 80
+    at = lines.index("DDP, the last 2 steps: 12.00 s")
+    assert 20 <= lines[at + 1].count("█") <= 26, "A is busy a third of its 73 cells"
+    assert "·" not in lines[at + 2]
+    assert lines[at + 3] == "elastic steps, the last 2 steps: 6.00 s"
+    assert "·" not in lines[at + 4]
+    cells = [line.split() for line in lines]
+    assert ["A", "1", "2.00", "67%", "3.00", "0%", "3"] in cells
+    assert ["B", "1/3", "2.00", "0%", "1.00", "0%", "1"] in cells
+    assert ["speed-up", "1", "2.00", "2.00"] in cells
+    assert ["loss", "elastic", "steps", "2.00", "1.50", "1.00"] in cells
+    assert "last third: 1.000 and 1.000, 0.000 apart; noise explains 0.327" in lines
+    assert "elastic steps: each of the 24 samples trained once; replicas bit-identical." in lines
+    assert " A 1   ####" in shown_elastic(elastic_document(), encoding="ascii")
+
+
+def test_the_file_of_elastic_steps_reads_back_and_has_one_micro_batch_a_line() -> None:
+    written = elastic_document()
+    text = elastic.encode(written, [1], {"limit": 2})
+    assert json.loads(text) == {**written, "results": [1], "computed": {"limit": 2}}
+    assert sum('"pid"' in line for line in text.splitlines()) == 24
+
+
+def test_the_live_view_has_the_regimes_own_phases() -> None:
+    quick = elastic_options.QUICK
+    text = live.view(quick, "DDP", [72, 36, 36, 9], 80, timeline.BLOCKS).plain.splitlines()
+    assert text[0] == "DDP: 153 of 288 batches, about 6 s"
+    assert text[1].endswith("█ 72 of 72, waits")
+    text = live.view(quick, "elastic steps", [64, 32, 32, 16], 80, timeline.BLOCKS).plain.splitlines()
+    assert text[0] == "elastic steps: 144 of 288 batches, about 3 s"
+    assert text[2].count("█") == text[3].count("█") == pytest.approx(text[1].count("█") / 2, abs=1)
+
+
+def parsed(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--nodes", "1,1"), "nodes='1,1'"),
+        (("--slowdown",), "slowdown='True'"),
+        (("--mailbox", "s3://a/b"), "mailbox='s3://a/b'"),
+        (("--png", "a.png"), "png='a.png'"),
+    ],
+)
+def test_what_does_not_go_with_elastic_steps_is_refused(arguments: tuple[str, ...], said: str) -> None:
+    with pytest.raises(InvalidInputError, match=said) as caught:
+        command.run(parsed("--regime", "elastic", *arguments))
+    assert "left out with --regime elastic" in str(caught.value)
+
+
+def test_an_unknown_regime_is_refused_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parsed("--regime", "diloco")
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "'diloco' (choose from 'independent', 'elastic')" in said.replace(
+        "choose from i", "choose from 'i"
+    )
+
+
+def elastic_demo(folder: Path, *arguments: str) -> list[str]:
+    file = str(folder / "demo.json")
+    return [sys.executable, "-m", "shardqueue", "demo", "--regime", "elastic", *arguments, "--json", file]
+
+
+def test_the_quick_elastic_demo(tmp_path: Path) -> None:
+    """Four real ranks; how fast they are here is not judged, and what they trained is."""
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    command_line = elastic_demo(tmp_path, "--quick")
+    ended = subprocess.run(command_line, env=environment, capture_output=True, text=True, timeout=200)
+    assert ended.stderr == ""
+    assert list(tmp_path.glob("shardqueue-demo-*")) == []
+    written = json.loads((tmp_path / "demo.json").read_text())
+    found = elastic.outcomes(written)
+    assert [outcome.faults for outcome in found] == [(), ()]
+    for outcome, result in zip(found, written["results"], strict=True):
+        assert result["losses"] == list(outcome.losses)
+        assert f"{outcome.name}: each of the {written['rows']} samples trained once; replicas" in ended.stdout
+    plain, shared = found
+    assert abs(plain.loss - shared.loss) <= elastic.noise(found)
+    assert [share.a_step for share in plain.shares] == [9.0] * 4
+    first = [phase["ranks"]["A"]["batches"][0] for phase in written["phases"]]
+    assert first[0]["pid"] == first[1]["pid"], "both phases in the same ranks"
+    wrong = elastic.verdict(found, elastic.computed(written))
+    assert all("A machine busy with other work" in reason for reason in wrong)
+    assert ended.returncode == (1 if wrong else 0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("phase", ["DDP", "elastic steps"])
+def test_ctrl_c_leaves_no_process_and_no_file(tmp_path: Path, phase: str) -> None:
+    started = subprocess.Popen(
+        elastic_demo(tmp_path),
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert started.stdout is not None
+    for line in started.stdout:
+        if re.match(rf"{phase}: \d+ of .* A [1-9]", line):
+            break
+    os.killpg(started.pid, signal.SIGINT)
+    # All of them hold the ends of these pipes: this returns once they are gone.
+    _, errors = started.communicate(timeout=60)
+    assert (started.returncode, errors) == (130, "shardqueue: interrupted\n")
+    assert list(tmp_path.glob("*demo*")) == []

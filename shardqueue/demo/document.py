@@ -16,14 +16,13 @@ queue's must stay below `SHARED_BELOW`, or, where batches are so long that nobod
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypedDict
 
 from shardqueue.demo import arithmetic
+from shardqueue.demo.lines import Lines
 
 if TYPE_CHECKING:
     from shardqueue.demo.arithmetic import Slowdown
@@ -224,9 +223,9 @@ def verdict(outcomes: list[Outcome]) -> list[str]:
     for outcome in outcomes:
         came_to = f"{outcome.name}: {outcome.ratio:.2f} times the limit"
         if outcome.ratio <= outcome.above:
-            wrong.append(f"{came_to}, not above {_shown(outcome.above)}. {_BUSY}")
+            wrong.append(f"{came_to}, not above {_shown(outcome.above)}. {BUSY}")
         elif outcome.ratio >= outcome.below:
-            wrong.append(f"{came_to}, not below {_shown(outcome.below)}. {_BUSY}")
+            wrong.append(f"{came_to}, not below {_shown(outcome.below)}. {BUSY}")
     return wrong
 
 
@@ -234,7 +233,7 @@ def _shown(bound: float) -> str:
     return f"{math.floor(bound * 1000 + 0.5) / 1000:g}"
 
 
-_BUSY = "A machine busy with other work does that; run the demo again when it is quiet."
+BUSY = "A machine busy with other work does that; run the demo again when it is quiet."
 
 
 def spans(phase: PhaseEntry, node: str) -> list[tuple[float, float]]:
@@ -244,17 +243,10 @@ def spans(phase: PhaseEntry, node: str) -> list[tuple[float, float]]:
 
 def encode(document: Document, results: object, paper: object) -> str:
     """Return the file's text: indented, but for units and batches, one a line."""
-    holes: list[str] = []
-
-    def hole(line: object) -> str:
-        holes.append(json.dumps(line))
-        return f"<{len(holes) - 1}>"
-
+    lines = Lines()
     phases = [
-        {**phase, "batches": [hole(record) for record in phase["batches"]]} for phase in document["phases"]
+        {**phase, "batches": [lines.line(record) for record in phase["batches"]]}
+        for phase in document["phases"]
     ]
-    units = {name: hole(unit) for name, unit in document["units"].items()}
-    text = json.dumps(
-        {**document, "units": units, "phases": phases, "results": results, "computed": paper}, indent=1
-    )
-    return re.sub(r'"<(\d+)>"', lambda match: holes[int(match[1])], text) + "\n"
+    units = {name: lines.line(unit) for name, unit in document["units"].items()}
+    return lines.text({**document, "units": units, "phases": phases, "results": results, "computed": paper})

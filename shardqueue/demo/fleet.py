@@ -14,7 +14,7 @@ import threading
 import time
 from contextlib import contextmanager
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.multiprocessing
 
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
     from types import TracebackType
 
-    from shardqueue.demo.document import Record
-    from shardqueue.demo.options import Options
 
 _LEAD = 0.05  # seconds between telling the common start and the start
 _FAREWELL = 5.0  # seconds for which a node may go by itself
@@ -37,16 +35,38 @@ class NodeFailedError(Exception):
     """A node's process ended by an error, or was killed; the message holds its traceback."""
 
 
-class Fleet:
-    """One process a node. A context manager."""
+class Named(Protocol):
+    """What says how many nodes there are."""
 
-    def __init__(self, options: Options, shared: node.Shared) -> None:
-        self._options, self._shared = options, shared
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Their names."""
+
+
+class Fleet:
+    """One process a node. A context manager.
+
+    Args:
+        options: told to each node.
+        shared: likewise; memory that all see.
+        main: what a node runs, told its number, `options`, `shared` and its pipe.
+        preloaded: a module that takes long to import. It is imported once and the nodes are forked from there, where
+            the system can do that.
+    """
+
+    def __init__(
+        self,
+        options: Named,
+        shared: object,
+        main: Callable[..., None] = node.main,
+        preloaded: str | None = None,
+    ) -> None:
+        self._options, self._shared, self._main, self._preloaded = options, shared, main, preloaded
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
 
     def __enter__(self) -> Fleet:
-        context = torch.multiprocessing.get_context("spawn")
+        context = self._context()
         try:
             with _interrupts_ignored():
                 for number in range(len(self._options.nodes)):
@@ -56,10 +76,17 @@ class Fleet:
             raise
         return self
 
+    def _context(self) -> Any:
+        if self._preloaded is None or "forkserver" not in torch.multiprocessing.get_all_start_methods():
+            return torch.multiprocessing.get_context("spawn")
+        context = torch.multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([self._preloaded])
+        return context
+
     def _start(self, context: Any, number: int) -> None:
         ours, theirs = context.Pipe()
         arguments = (number, self._options, self._shared, theirs)
-        process = context.Process(target=node.main, args=arguments)  # no daemon: it has a child
+        process = context.Process(target=self._main, args=arguments)  # no daemon: it has a child
         self._pipes.append(ours)
         process.start()
         self._processes.append(process)
@@ -70,7 +97,7 @@ class Fleet:
     ) -> None:
         self._close(at_once=error is not None)
 
-    def run(self, phase: node.Phase, mailbox: str, tick: Callable[[], None]) -> list[Record]:
+    def run(self, phase: str, mailbox: str, tick: Callable[[], None]) -> list[Any]:
         """Run one phase on all nodes and return their records; `tick` is called a few times a second."""
         self._tell((phase, mailbox))
         self._gather(tick)

@@ -24,12 +24,38 @@ if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
 
-    from shardqueue.demo.options import Options
+    from shardqueue.demo.arithmetic import Slowdown
     from shardqueue.demo.timeline import Glyphs
 
 LINE_EVERY = 3.0
 """Seconds between two lines where there is no terminal."""
 WIDEST = 80
+
+
+class Course(Protocol):
+    """What is known of the phases beforehand."""
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Their names."""
+
+    @property
+    def by_node(self) -> dict[str, float]:
+        """Each node's speed at the start."""
+
+    @property
+    def slowdown(self) -> Slowdown | None:
+        """Who slows down."""
+
+    @property
+    def batches(self) -> int:
+        """Batches of a phase."""
+
+    def room(self, phase: str) -> int:
+        """Batches of the node that trains most of a phase."""
+
+    def seconds(self, phase: str) -> float:
+        """Seconds that a phase takes."""
 
 
 class Progress(Protocol):
@@ -46,20 +72,20 @@ class Progress(Protocol):
 
 
 @contextmanager
-def progress(console: Console, options: Options, done: Tensor) -> Iterator[Progress]:
+def progress(console: Console, course: Course, done: Tensor) -> Iterator[Progress]:
     """Show who has trained how much (`done`: batches by node) until the block is left."""
     if not console.is_interactive:
-        yield Lines(console, options, done)
+        yield Lines(console, course, done)
         return
     with Live(console=console, transient=True, auto_refresh=False) as live:
-        yield Bars(live, options, done)
+        yield Bars(live, course, done)
 
 
 class Bars:
     """A bar a node, drawn over and over."""
 
-    def __init__(self, live: Live, options: Options, done: Tensor) -> None:
-        self._live, self._options, self._done, self._phase = live, options, done, ""
+    def __init__(self, live: Live, course: Course, done: Tensor) -> None:
+        self._live, self._course, self._done, self._phase = live, course, done, ""
         self._glyphs = glyphs(live.console.encoding)
 
     def starts(self, phase: str) -> None:
@@ -70,7 +96,7 @@ class Bars:
     def tick(self) -> None:
         """See `Progress.tick`."""
         width = min(WIDEST, self._live.console.width)
-        text = view(self._options, self._phase, self._done.tolist(), width, self._glyphs)
+        text = view(self._course, self._phase, self._done.tolist(), width, self._glyphs)
         self._live.update(text, refresh=True)
 
     def ends(self, seconds: float) -> None:  # noqa: ARG002
@@ -84,24 +110,24 @@ class Lines:
     def __init__(
         self,
         console: Console,
-        options: Options,
+        course: Course,
         done: Tensor,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._console, self._options, self._done, self._phase = console, options, done, ""
+        self._console, self._course, self._done, self._phase = console, course, done, ""
         self._clock, self._next = clock, 0.0
 
     def starts(self, phase: str) -> None:
         """See `Progress.starts`."""
         self._phase, self._next = phase, self._clock() + LINE_EVERY
-        self._print(f"{phase}: {self._options.batches} batches, {_about(self._options, phase)}")
+        self._print(f"{phase}: {self._course.batches} batches, {_about(self._course, phase)}")
 
     def tick(self) -> None:
         """See `Progress.tick`."""
         counts = self._done.tolist()
         if self._clock() >= self._next:
             self._next = self._clock() + LINE_EVERY
-            ready = line(self._options, self._phase, counts)
+            ready = line(self._course, self._phase, counts)
             self._print(ready if any(counts) else f"{self._phase}: getting ready")
 
     def ends(self, seconds: float) -> None:
@@ -112,24 +138,23 @@ class Lines:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def line(options: Options, phase: str, counts: Sequence[int]) -> str:
+def line(course: Course, phase: str, counts: Sequence[int]) -> str:
     """Return `fixed split: 96 of 320 batches, A 40 B 24 C 22 D 10`."""
-    by_node = " ".join(f"{node} {count}" for node, count in zip(options.nodes, counts, strict=True))
-    return f"{phase}: {sum(counts)} of {options.batches} batches, {by_node}"
+    by_node = " ".join(f"{node} {count}" for node, count in zip(course.nodes, counts, strict=True))
+    return f"{phase}: {sum(counts)} of {course.batches} batches, {by_node}"
 
 
-def view(options: Options, phase: str, counts: Sequence[int], width: int, shades: Glyphs) -> Text:
+def view(course: Course, phase: str, counts: Sequence[int], width: int, shades: Glyphs) -> Text:
     """Return a headline and a bar a node, in lines of at most `width`.
 
-    A bar is a node's batches. In the fixed split it has room for its slice; in the shared queue, where nobody
-    knows who will train how many, for what the fastest would train if nobody idled.
+    A bar is a node's batches. In equal shares it has room for one; where nobody knows who will train how many, for
+    what the fastest would train if nobody idled.
     """
-    named = labels(options.by_node, options.slowdown)
-    fixed = phase == "fixed split"
-    room = options.steps if fixed else max(1, _most(options))
+    named = labels(course.by_node, course.slowdown)
+    fixed, room = phase in EQUAL, course.room(phase)
     bar = max(5, width - len(named["A"]) - len(f" {room}  {room} of {room}, waits"))
     done = f"{sum(counts)} of" if any(counts) else "getting ready,"
-    text = Text(f"{phase}: {done} {options.batches} batches, {_about(options, phase)}")
+    text = Text(f"{phase}: {done} {course.batches} batches, {_about(course, phase)}")
     text.stylize("bold", 0, len(phase))
     for label, count in zip(named.values(), counts, strict=True):
         full = min(bar, count * bar // room)
@@ -140,14 +165,10 @@ def view(options: Options, phase: str, counts: Sequence[int], width: int, shades
     return text
 
 
-PHASE_STYLES = {"fixed split": "yellow", "shared queue": "green"}
+EQUAL = ("fixed split", "DDP")
+"""Phases in which all nodes train as many batches."""
+PHASE_STYLES = {"fixed split": "yellow", "shared queue": "green", "DDP": "yellow", "elastic steps": "green"}
 
 
-def _about(options: Options, phase: str) -> str:
-    seconds = options.equal_split if phase == "fixed split" else options.limit
-    return f"about {math.ceil(seconds)} s"
-
-
-def _most(options: Options) -> int:
-    most = max(node.done(options.limit) for node in options.paces.values())
-    return round(most / options.batch_seconds)
+def _about(course: Course, phase: str) -> str:
+    return f"about {math.ceil(course.seconds(phase))} s"

@@ -1,21 +1,15 @@
 """One node: a process that trains at its own pace on what a DataLoader worker reads.
 
-It answers its pipe: told the name of a phase and a mailbox, it reads the first batch and says "ready"; told the
-common start, it trains and sends one record a batch. Each batch is paced: its gradient is computed at once, and
-added when the time a node of this speed takes has passed since the batch began. Waiting for the next batch is no
-part of that time.
-
-An error is sent as the text of its traceback. The process ends when the pipe does, and at once, whatever it
-is doing, when the process that started it is gone. So does its worker.
+It is ready with the first batch read. Told the common start, it trains and records each batch. A batch is paced: its
+gradient is computed at once, and added when the time a node of this speed takes has passed since the batch began.
+Waiting for the next batch is no part of that time. The node's worker goes when the node does.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-import threading
 import time
-import traceback
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -27,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from shardqueue.dataset import SharedQueueDataset
 from shardqueue.demo.model import Replica, learning_rate
+from shardqueue.demo.service import serve, watch_parent
 from shardqueue.demo.text import loader, rows_of
 from shardqueue.errors import RunFinishedError
 from shardqueue.mailbox import open_mailbox
@@ -38,6 +33,7 @@ if TYPE_CHECKING:
 
     from shardqueue.demo.document import Record
     from shardqueue.demo.options import Options
+    from shardqueue.demo.service import Ready
     from shardqueue.units import Unit
 
     Item = tuple[str, int, int, bytes]
@@ -55,31 +51,7 @@ class Shared:
 
 def main(number: int, options: Options, shared: Shared, pipe: Connection) -> None:
     """Be node `number` until the pipe ends."""
-    _watch(0)
-    torch.set_num_threads(1)
-    try:
-        node = Node(number, options, shared)
-        while True:
-            phase, mailbox = pipe.recv()
-            items = node.prepare(phase, mailbox)
-            pipe.send(("ready", None))
-            pipe.send(("done", node.run(items, start=pipe.recv())))
-    except EOFError:
-        return
-    except BaseException:
-        with suppress(OSError):
-            pipe.send(("failed", traceback.format_exc()))
-
-
-def _watch(worker: int) -> None:  # noqa: ARG001
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
-
-
-def _leave_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
+    serve(pipe, lambda: Node(number, options, shared).train)
 
 
 class Slice(IterableDataset[Any]):
@@ -110,7 +82,7 @@ def reader(dataset: IterableDataset[Any]) -> DataLoader[Any]:
         batch_size=None,
         num_workers=1,
         multiprocessing_context=context,
-        worker_init_fn=_watch,
+        worker_init_fn=watch_parent,
         prefetch_factor=1,
     )
 
@@ -134,11 +106,14 @@ class Node:
         self._replica = Replica(options.context)
         self._replica.compute(torch.zeros(options.sequences, options.context + 1, dtype=torch.long))
 
-    def prepare(self, phase: Phase, mailbox: str) -> Generator[Item]:
-        """Return what is to be trained in a phase, with the first batch read."""
+    def train(self, phase: Phase, mailbox: str, ready: Ready) -> list[Record]:
+        """Train what this node gets of a phase, from the common start on; it is ready with the first batch read."""
         items = self._items(phase, mailbox)
         first = list(islice(items, 1))
-        return _chained(first, items)
+        start = ready()
+        time.sleep(max(0.0, start - time.monotonic()))
+        with closing(_chained(first, items)) as all_items:
+            return [self._train(start, *item) for item in all_items]
 
     def _items(self, phase: Phase, mailbox: str) -> Generator[Item]:
         if phase == "fixed split":
@@ -147,12 +122,6 @@ class Node:
         box = open_mailbox(mailbox, prove=False)
         dataset = SharedQueueDataset(self._units, box, self._load, learner_id=self._name)
         return self._queued(dataset, Session(box, self._name))
-
-    def run(self, items: Generator[Item], start: float) -> list[Record]:
-        """Train from the common `start` (of `time.monotonic`, one clock for all processes)."""
-        time.sleep(max(0.0, start - time.monotonic()))
-        with closing(items):
-            return [self._train(start, *item) for item in items]
 
     def _fixed(self, dataset: Slice) -> Generator[Item]:
         yield from reader(dataset)

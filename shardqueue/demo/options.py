@@ -117,6 +117,17 @@ class Options:
         """Seconds that the work takes in equal slices."""
         return arithmetic.equal_split(self.paces.values(), self.work)
 
+    def room(self, phase: str) -> int:
+        """Batches of the node that trains most of a phase, if nobody idles where the queue is shared."""
+        if phase == "fixed split":
+            return self.steps
+        most = max(node.done(self.limit) for node in self.paces.values())
+        return max(1, round(most / self.batch_seconds))
+
+    def seconds(self, phase: str) -> float:
+        """Seconds that a phase takes on paper."""
+        return self.equal_split if phase == "fixed split" else self.limit
+
     def plan(self) -> Mapping[str, Unit]:
         """Return the units both phases train: as many lanes as nodes, cut finer near the end."""
         nodes = len(self.speeds)

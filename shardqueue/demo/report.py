@@ -60,12 +60,13 @@ def timelines(document: Document, outcomes: list[Outcome], width: int, glyphs: G
         for node, label in named.items():
             row = timeline.row(spans(phase, node), outcome.makespan, scale, glyphs)
             crossed = timeline.crossed(row, scale.border(outcome.limit), glyphs.line)
-            lines.append(Text(f" {label} ") + _painted(crossed, PHASE_STYLES[outcome.name], glyphs))
+            lines.append(Text(f" {label} ") + painted(crossed, PHASE_STYLES[outcome.name], glyphs))
     lines.append(Text(" " * indent + _axis(document, outcomes[0].limit, scale, glyphs)))
     return lines
 
 
-def _painted(row: str, style: str, glyphs: Glyphs) -> Text:
+def painted(row: str, style: str, glyphs: Glyphs) -> Text:
+    """Return a timeline's row with its busy cells in a style."""
     text = Text()
     for character in row:
         dim = character == glyphs.shades[0]

@@ -167,12 +167,7 @@ def _head(options: Options, loss: float, mailbox: str | None) -> documents.Docum
     return {
         "format": "shardqueue-demo/2",
         "arguments": asdict(options),
-        "machine": {
-            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-            "system": f"{platform.system()} {platform.machine()}",
-            "python": platform.python_version(),
-            "torch": str(torch.__version__),
-        },
+        "machine": machine(),
         "batch_seconds": options.batch_seconds,
         "speeds": options.by_node,
         "slowdown": options.slowdown,
@@ -180,4 +175,14 @@ def _head(options: Options, loss: float, mailbox: str | None) -> documents.Docum
         "units": cast("dict[str, documents.UnitEntry]", units),
         "loss_before": loss,
         "phases": [],
+    }
+
+
+def machine() -> dict[str, object]:
+    """What a document says of the machine it was made on."""
+    return {
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
     }

@@ -217,13 +217,13 @@ def _unlogged(trainer: Trainer) -> Iterator[None]:
         trainer.loggers, loop._results = loggers, results
     for key, metric in aside.items():
         if key not in results or results[key].has_reset:
-            results[key] = _emptied(metric)
+            results[key] = emptied(metric)
 
 
-def _emptied(metric: _ResultMetric) -> _ResultMetric:
+def emptied(metric: _ResultMetric) -> _ResultMetric:
     """A logged value as if of no batch; where it is a metric of the module, that one counts."""
     for name, default in metric._defaults.items():
-        setattr(metric, name, torch.as_tensor(default).to(getattr(metric, name).device, copy=True))
+        setattr(metric, name, torch.as_tensor(default).to(getattr(metric, name), copy=True))
     metric._forward_cache = None
     metric.compute = partial(_compute, metric.compute)  # type: ignore[method-assign]
     return metric

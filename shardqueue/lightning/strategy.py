@@ -19,13 +19,14 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torchmetrics import Metric
 
 from shardqueue.agreement import world, world_size
-from shardqueue.elastic import Elastic, check_micro_batches, refuse_model
+from shardqueue.elastic import Elastic, check_micro_batches, check_weight, refuse_model
 from shardqueue.errors import ClosedError, InvalidInputError
 from shardqueue.gradients import broadcast_module
-from shardqueue.lightning.evaluation import discarded_step
 from shardqueue.lightning.steplogs import StepLogs
 from shardqueue.units import check_int
 
@@ -75,7 +76,7 @@ class ElasticStrategy(DDPStrategy):
         **settings: Any,
     ) -> None:
         self.micro_batches = check_int("micro_batches", micro_batches, 1)
-        self.group, self.weight = check_int("group", group, 1), weight
+        self.group, self.weight = check_int("group", group, 1), check_weight(weight)
         unknown = sorted(set(settings) - OF_DDP_STRATEGY)
         if unknown:
             bound = f"one of {', '.join(sorted(OF_DDP_STRATEGY))}"
@@ -88,7 +89,7 @@ class ElasticStrategy(DDPStrategy):
         self._logs = StepLogs()
         self._more: tuple[Any, ...] = ()
         self._inside = False
-        self._stepped_in = -1
+        self._before = 0
 
     # -- for the data module -----------------------------------------------------------------------------
 
@@ -118,23 +119,30 @@ class ElasticStrategy(DDPStrategy):
             )
         last: Any = None
         for step in self._engine.train(dataset, loader, **how):
-            self.step = step
-            item = next(step, None)
-            last = item or last or step.supply.sample()
+            self.step, self._before = step, 0
+            item = step.first()
+            last = item or last or step.stock.sample()
             yield last
             step.check_reduced()
 
     def leave(self) -> None:
         """Take the hooks off the module."""
         engine, self._engine, self._stay, self.step = self._engine, None, None, None
+        self._logs = StepLogs()
         if engine is not None:
             engine.close()
 
     # -- for Lightning -----------------------------------------------------------------------------------
 
+    def setup_environment(self) -> None:
+        """Refuse what cannot be shared out, before anything is set up."""
+        if self._trainer.state.fn == TrainerFn.FITTING:
+            self._refuse()
+        super().setup_environment()
+
     def _setup_model(self, model: Module) -> Any:
         """All ranks begin with the parameters and buffers of rank 0."""
-        self._refuse()
+        refuse_model(model)
         if world_size() > 1:
             broadcast_module(model, world())
         return model
@@ -147,35 +155,39 @@ class ElasticStrategy(DDPStrategy):
         step = self._current
         self._more = args[1:]
         if not step.micro_batches:
-            self._enter_logs(args[0])
             return torch.zeros((), device=self.root_device, requires_grad=True)
-        self._stepped_in = self._trainer.current_epoch
         with self._alone():
-            return super().training_step(*args, **kwargs)
+            output = super().training_step(*args, **kwargs)
+        if output is None:
+            bound = "a loss for every micro-batch, since all ranks count on its gradients"
+            remedy = (
+                "return a loss of 0 that depends on the parameters, or leave such batches out of the data"
+            )
+            raise InvalidInputError("what training_step returned", None, bound, remedy)
+        return output
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Backward of this rank's micro-batches of the step; then every rank has the gradients of all."""
         step, trainer = self._current, self._trainer
         if step.counts:
             bound = "one that evaluates its closure once a step"
-            raise InvalidInputError("optimizer", optimizer, bound, f"use SGD, AdamW or the like, {USE_DDP}")
+            raise InvalidInputError(
+                "optimizer", _name(optimizer), bound, f"use SGD, AdamW or the like, {USE_DDP}"
+            )
         if step.micro_batches:
-            closure_loss = super().backward(closure_loss, optimizer, *args, **kwargs)
-            self._logs.note(trainer, step.samples)
+            with self._alone():
+                closure_loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         else:
             self._scale(closure_loss)
-        for _, batch in step:
-            before = step.samples
-            output = self._run(batch)
-            loss = ClosureResult.from_training_step_output(output).closure_loss
-            if loss is None:
-                raise ClosedError(
-                    "training_step returned None for a micro-batch, whose gradients all ranks count on; return a "
-                    "loss of 0 that depends on the parameters instead"
-                )
-            super().backward(loss, optimizer, *args, **kwargs)
-            self._logs.note(trainer, step.samples - before)
-        step.reduce(self._logs.take())
+        self._before = step.samples
+        with self._further():
+            for _, batch in step:
+                loss = ClosureResult.from_training_step_output(self._run(batch)).closure_loss
+                assert loss is not None
+                with self._alone():
+                    super().backward(loss, optimizer, *args, **kwargs)
+                self._before = step.samples
+        step.reduce(self._logs.take(trainer))
         self._logs.spread(trainer, step.said)
         assert self._stay is not None
         if self._stay.marks:
@@ -185,6 +197,21 @@ class ElasticStrategy(DDPStrategy):
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """As in DDP; but in a micro-batch, which the other ranks may not have, nothing is reduced."""
         return tensor if self._inside else super().reduce(tensor, group, reduce_op)
+
+    def all_gather(self, *args: Any, **kwargs: Any) -> Any:
+        """As in DDP, but refused in a micro-batch."""
+        self._refuse_inside("all_gather")
+        return super().all_gather(*args, **kwargs)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """As in DDP, but refused in a micro-batch."""
+        self._refuse_inside("barrier")
+        super().barrier(*args, **kwargs)
+
+    def broadcast(self, *args: Any, **kwargs: Any) -> Any:
+        """As in DDP, but refused in a micro-batch."""
+        self._refuse_inside("broadcast")
+        return super().broadcast(*args, **kwargs)
 
     def teardown(self) -> None:
         """Leave the module as it was."""
@@ -213,11 +240,32 @@ class ElasticStrategy(DDPStrategy):
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
+        """In the newest micro-batch, which the other ranks may not have."""
         self._inside = True
+        try:
+            with self._logs.micro_batch(self._trainer, self._current.samples - self._before):
+                yield
+        finally:
+            self._inside = False
+
+    def _refuse_inside(self, name: str) -> None:
+        if self._inside:
+            raise ClosedError(
+                f"{name} was called for a micro-batch, which the other ranks may not have, so that it would wait for "
+                "ever; call it once a step, in on_train_batch_end, or log with sync_dist=True"
+            )
+
+    @contextmanager
+    def _further(self) -> Iterator[None]:
+        """In the micro-batches after the first, which for Lightning are one batch with it: logs begin but once."""
+        trainer: Any = self._trainer
+        results, connector = trainer._results, trainer._logger_connector
+        before = results.batch, results.batch_size, connector._first_loop_iter
+        connector._first_loop_iter = False
         try:
             yield
         finally:
-            self._inside = False
+            results.batch, results.batch_size, connector._first_loop_iter = before
 
     def _run(self, batch: Any) -> Any:
         """The training step of one more micro-batch, prepared as Lightning prepares the batch of a loader."""
@@ -227,13 +275,6 @@ class ElasticStrategy(DDPStrategy):
         batch = call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
         trainer._results.batch, trainer._results.batch_size = batch, None
         return call._call_strategy_hook(trainer, "training_step", batch, *self._more)
-
-    def _enter_logs(self, batch: Any) -> None:
-        """Know the names that a step logs, which all ranks reduce at the epoch's end."""
-        if self._stepped_in != self._trainer.current_epoch:
-            self._stepped_in = self._trainer.current_epoch
-            with self._alone():
-                discarded_step(self._trainer, batch, 0)
 
     def _scale(self, loss: Tensor) -> None:
         """A GradScaler must have scaled something before it unscales."""
@@ -260,17 +301,31 @@ class ElasticStrategy(DDPStrategy):
         if trainer.accumulate_grad_batches != 1 or schedules:
             bound = "1: an elastic step accumulates its micro-batches already"
             remedy = "leave it out, and multiply micro_batches instead"
-            raise InvalidInputError("accumulate_grad_batches", trainer.accumulate_grad_batches, bound, remedy)
+            value = "a GradientAccumulationScheduler" if schedules else trainer.accumulate_grad_batches
+            raise InvalidInputError("accumulate_grad_batches", value, bound, remedy)
         if not isinstance(getattr(trainer, "datamodule", None), SharedQueueDataModule):
             bound = "a SharedQueueDataModule, whose micro-batches the ranks take by their speed"
             remedy = "pass trainer.fit(model, datamodule=SharedQueueDataModule(...))"
             raise InvalidInputError("datamodule", getattr(trainer, "datamodule", None), bound, remedy)
+        if self._layer_sync is not None:
+            bound = "False: SyncBatchNorm waits for all ranks in each forward, and they run unequal numbers"
+            remedy = "leave it out (BatchNorm's buffers are averaged over the micro-batches)"
+            raise InvalidInputError("sync_batchnorm", True, bound, remedy)
+        if is_param_in_hook_signature(self._module.training_step, "dataloader_iter", explicit=True):
+            bound = "one that is given a batch: an iterator gives one a step, and a rank may have several"
+            remedy = "write training_step(batch, batch_idx)"
+            raise InvalidInputError("training_step", "dataloader_iter", bound, remedy)
         check_micro_batches(self.micro_batches, trainer.world_size)
         refuse_model(self._module)
         for name, module in self._module.named_modules():
             if isinstance(module, Metric) and module.dist_sync_on_step:
                 bound = "False: ranks run unequal numbers of training steps"
                 raise InvalidInputError(f"{name}.dist_sync_on_step", True, bound, "leave it out")
+
+
+def _name(optimizer: Any) -> str:
+    """Of the class that the user has made, which Lightning wraps."""
+    return type(getattr(optimizer, "optimizer", optimizer)).__name__
 
 
 OF_DDP_STRATEGY = frozenset(
