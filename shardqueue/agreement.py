@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -211,18 +211,3 @@ def world() -> Any:
 def world_size() -> int:
     """How many ranks there are, 1 without a process group."""
     return 1 if world() is None else dist.get_world_size()
-
-
-def batch_samples(batch: Any) -> int:
-    """How many samples a batch has: the first dimension of the first tensor in it; 1 where there is none."""
-    tensor = _first_tensor(batch)
-    return 1 if tensor is None or tensor.dim() == 0 else int(tensor.shape[0])
-
-
-def _first_tensor(batch: Any) -> torch.Tensor | None:
-    if isinstance(batch, torch.Tensor):
-        return batch
-    if is_dataclass(batch) and not isinstance(batch, type):
-        batch = [getattr(batch, field.name, None) for field in fields(batch)]
-    parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else ()
-    return next((tensor for tensor in map(_first_tensor, parts) if tensor is not None), None)

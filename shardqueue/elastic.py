@@ -36,9 +36,9 @@ import torch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves, tree_map
 
-from shardqueue.agreement import PATIENCE, SUMS, TURN, Row, batch_samples, world
+from shardqueue.agreement import PATIENCE, SUMS, TURN, Row, world
+from shardqueue.batches import batch_of, batch_samples, joined, known_samples
 from shardqueue.errors import AgreementError, ClosedError, InvalidInputError
 from shardqueue.gradients import Gradients, broadcast_module
 from shardqueue.lockstep import course_of, lockstep_of, shares
@@ -46,10 +46,10 @@ from shardqueue.stock import Stock
 from shardqueue.tokens import Tokens
 from shardqueue.tracking import dataset_of
 from shardqueue.turns import Speeds, turn
-from shardqueue.units import Step, check_flag, check_int
+from shardqueue.units import check_flag, check_int
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterable, Mapping
 
     from shardqueue.dataset import SharedQueueDataset
     from shardqueue.lockstep import Course
@@ -77,7 +77,9 @@ class Elastic:
         micro_batches: of a step, on all ranks together; at least one a rank.
         process_group: of the ranks; None for all of `torch.distributed`'s, or for this process alone without it.
         group: micro-batches that this rank takes at once, joined into one batch, where it has the memory.
-        weight: from a batch to what it counts, where that is not its number of samples: tokens, for one.
+        weight: from a batch to what it counts, where that is not its number of samples: tokens, for one. Needed where
+            a batch does not show its samples by the first dimension of its first tensor.
+        join: from a list of batches to one, for `group`; by default tensors are put together along the first dimension.
         overlap: begin to add up during a rank's last backward of a step. False where a micro-batch has several.
 
     Raises:
@@ -94,15 +96,17 @@ class Elastic:
         process_group: Any = None,
         group: int = 1,
         weight: Callable[[Any], float] | None = None,
+        join: Callable[[list[Any]], Any] | None = None,
         overlap: bool = True,
     ) -> None:
         self.group = check_int("group", group, 1)
         self.micro_batches = check_int("micro_batches", micro_batches, 1)
-        check_weight(weight)
+        check_function("weight", weight)
+        check_function("join", join)
         check_flag("overlap", overlap)
         refuse_model(model)
         process_group = world() if process_group is None else process_group
-        self.session, self._weight = session, weight
+        self.session, self._weight, self._join = session, weight, join
         self.lockstep = lockstep_of(session, process_group)
         self._ranks = self.lockstep.ranks
         check_micro_batches(micro_batches, self._ranks.size)
@@ -292,9 +296,24 @@ class Elastic:
         step.waited += waited
         step.idle += idle - waited
 
+    def join(self, items: list[Any]) -> Any:
+        """One item of those that were taken at once."""
+        if len(items) == 1:
+            return items[0]
+        if self._join is None:
+            return joined(items)
+        batch = self._join([batch_of(item) for item in items])
+        return batch if batch_of(items[0]) is items[0] else (items[0][0], batch)
+
     def weigh(self, batch: Any) -> float:
         """What a micro-batch counts, told to the gradients."""
-        weight = float(batch_samples(batch) if self._weight is None else self._weight(batch))
+        given = known_samples(batch) if self._weight is None else self._weight(batch)
+        if given is None:
+            bound = "given where a batch has no tensor to count samples by"
+            raise InvalidInputError(
+                "weight", type(batch).__name__, bound, "pass weight=, a function of the batch"
+            )
+        weight = float(given)
         if not 0 < weight < math.inf:
             bound = "a finite number of more than 0"
             raise InvalidInputError("weight", weight, bound, "leave empty micro-batches out of the data")
@@ -405,7 +424,7 @@ class ElasticStep:
 
     def _given(self, items: list[Any]) -> Any:
         elastic = self._elastic
-        item = items[0] if len(items) == 1 else joined(items)
+        item = elastic.join(items)
         self.micro_batches += len(items)
         self.samples += batch_samples(item)
         self.weight += elastic.weigh(batch_of(item))
@@ -444,46 +463,6 @@ class ElasticStep:
             )
 
 
-def batch_of(item: Any) -> Any:
-    """The batch of a loader's (step, batch); any other item as it is."""
-    pair = isinstance(item, tuple | list) and len(item) == 2 and isinstance(item[0], Step)
-    return item[1] if pair else item
-
-
-def joined(items: Sequence[Any]) -> Any:
-    """One batch of several: tensors are put together along their first dimension, lists without any end to end.
-
-    The step is that of the first. Tuples, dicts and lists of tensors are joined by their parts.
-
-    Raises:
-        InvalidInputError: the items differ in structure, or in something that is neither.
-    """
-    try:
-        return tree_map(_joined_parts, *items, is_leaf=_is_leaf)
-    except (ValueError, TypeError, RuntimeError) as error:
-        if isinstance(error, InvalidInputError):
-            raise
-        remedy = (
-            "leave it out, or let load yield batches that can be put together along their first dimension"
-        )
-        raise InvalidInputError("group", len(items), f"1 for these batches ({error})", remedy) from error
-
-
-def _is_leaf(value: Any) -> bool:
-    return isinstance(value, list) and not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value))
-
-
-def _joined_parts(*parts: Any) -> Any:
-    first = parts[0]
-    if isinstance(first, torch.Tensor):
-        return torch.cat(parts) if first.dim() else torch.stack(parts)
-    if isinstance(first, list):
-        return [thing for part in parts for thing in part]
-    if isinstance(first, Step) or all(part == first for part in parts):
-        return first
-    raise TypeError(f"{first!r} and {parts[1]!r} are no tensors")
-
-
 # -- what is refused -----------------------------------------------------------------------------------------
 
 
@@ -510,15 +489,14 @@ def refuse_model(model: torch.nn.Module) -> None:
             raise InvalidInputError("model", what, bound, remedy)
 
 
-def check_weight(weight: Any) -> Any:
-    """The function, if it is one or None.
+def check_function(name: str, function: object) -> None:
+    """Refuse what cannot be called.
 
     Raises:
-        InvalidInputError: it is neither.
+        InvalidInputError: it is neither None nor a function.
     """
-    if weight is not None and not callable(weight):
-        raise InvalidInputError("weight", weight, "a function of the batch, or None", "leave it out")
-    return weight
+    if function is not None and not callable(function):
+        raise InvalidInputError(name, function, "a function of the batch, or None", "leave it out")
 
 
 def check_micro_batches(micro_batches: int, ranks: int) -> None:

@@ -19,9 +19,10 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from shardqueue.agreement import Ranks, Row, batch_samples
+from shardqueue.agreement import Ranks, Row
 from shardqueue.allowance import UNLIMITED, Allowance
 from shardqueue.assembly import Assembly
+from shardqueue.batches import batch_samples
 from shardqueue.errors import AgreementError, InvalidInputError, ShardQueueWarning
 from shardqueue.progress import Agreed, RankState
 from shardqueue.supply import Supply

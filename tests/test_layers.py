@@ -114,6 +114,7 @@ FLOORS = {
     "gradients": 4,
     "assembly": 4,
     "ahead": 4,
+    "batches": 4,
     "stock": 4,
     "elastic": 4,
     "tokens": 4,

@@ -28,8 +28,9 @@ import torch.distributed as dist
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.combined_loader import _shutdown_workers_and_reset_iterator
 
-from shardqueue.agreement import batch_samples, world_size
+from shardqueue.agreement import world_size
 from shardqueue.assembly import check_alike
+from shardqueue.batches import batch_samples
 from shardqueue.errors import ClosedError, InvalidInputError, ShardQueueWarning
 from shardqueue.lightning.callback import SharedQueueCallback
 from shardqueue.lightning.evaluation import (

@@ -24,7 +24,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torchmetrics import Metric
 
 from shardqueue.agreement import world, world_size
-from shardqueue.elastic import Elastic, check_micro_batches, check_weight, refuse_model
+from shardqueue.elastic import Elastic, check_function, check_micro_batches, refuse_model
 from shardqueue.errors import ClosedError, InvalidInputError
 from shardqueue.gradients import broadcast_module
 from shardqueue.lightning.steplogs import StepLogs
@@ -59,6 +59,7 @@ class ElasticStrategy(DDPStrategy):
         micro_batches: of a step, on all ranks together; at least one a rank.
         group: micro-batches that this rank takes at once, joined into one batch, where it has the memory.
         weight: from a batch to what it counts; its number of samples by default. For token-level losses: its tokens.
+        join: from a list of batches to one, for `group`; by default tensors are put together along the first dimension.
         settings: `process_group_backend`, `timeout`, `start_method` and other arguments of `DDPStrategy` that do not
             concern `DistributedDataParallel`.
 
@@ -73,10 +74,14 @@ class ElasticStrategy(DDPStrategy):
         *,
         group: int = 1,
         weight: Callable[[Any], float] | None = None,
+        join: Callable[[list[Any]], Any] | None = None,
         **settings: Any,
     ) -> None:
         self.micro_batches = check_int("micro_batches", micro_batches, 1)
-        self.group, self.weight = check_int("group", group, 1), check_weight(weight)
+        self.group = check_int("group", group, 1)
+        check_function("weight", weight)
+        check_function("join", join)
+        self.weight, self.join = weight, join
         unknown = sorted(set(settings) - OF_DDP_STRATEGY)
         if unknown:
             bound = f"one of {', '.join(sorted(OF_DDP_STRATEGY))}"
@@ -116,6 +121,7 @@ class ElasticStrategy(DDPStrategy):
                 process_group=world(),
                 group=self.group,
                 weight=self.weight,
+                join=self.join,
             )
         last: Any = None
         for step in self._engine.train(dataset, loader, **how):
@@ -123,7 +129,6 @@ class ElasticStrategy(DDPStrategy):
             item = step.first()
             last = item or last or step.stock.sample()
             yield last
-            step.check_reduced()
 
     def leave(self) -> None:
         """Take the hooks off the module."""
