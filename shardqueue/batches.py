@@ -57,8 +57,8 @@ def _parts(batch: Any) -> Iterable[Any]:
 def joined(items: Sequence[Any]) -> Any:
     """One item of several: tensors are put together along their first dimension, lists without any end to end.
 
-    Mappings, tuples, dataclasses, and lists with tensors, are joined part by part, what is alike stays, and the step is
-    that of the first.
+    Mappings, tuples, dataclasses, and lists with tensors, are joined part by part, what is alike stays, and the step
+    is that of the first.
 
     Raises:
         InvalidInputError: the items differ in structure, or in something that is neither.
@@ -71,13 +71,8 @@ def joined(items: Sequence[Any]) -> Any:
             return first
         if isinstance(first, Mapping):
             return _joined_mappings(items)
-        if (
-            isinstance(first, list)
-            and _first_tensor(first) is None
-            and not isinstance(batch_of(first), Mapping)
-        ):
-            if batch_of(first) is first:
-                return [thing for item in items for thing in item]
+        if isinstance(first, list) and batch_of(first) is first and _first_tensor(first) is None:
+            return [thing for item in items for thing in item]
         if isinstance(first, list | tuple):
             parts = [joined(part) for part in zip(*items, strict=True)]
             return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)

@@ -79,7 +79,8 @@ class Elastic:
         group: micro-batches that this rank takes at once, joined into one batch, where it has the memory.
         weight: from a batch to what it counts, where that is not its number of samples: tokens, for one. Needed where
             a batch does not show its samples by the first dimension of its first tensor.
-        join: from a list of batches to one, for `group`; by default tensors are put together along the first dimension.
+        join: from a list of batches to one, for `group`; by default tensors are put together along their first
+            dimension.
         overlap: begin to add up during a rank's last backward of a step. False where a micro-batch has several.
 
     Raises:

@@ -282,13 +282,19 @@ def with_one_held(rank: int, mailbox: str, folder: Path, who: int, pauses: tuple
 # -- faults ------------------------------------------------------------------------------------------------
 
 
+def load_objects(unit: Any) -> Iterator[tuple[int, object]]:
+    """Batches of which nobody can tell how many samples they have."""
+    for step, _ in lockstep_cases.load(unit):
+        yield step, object()
+
+
 def losing(take: Callable[[Tokens, int], int]) -> Callable[[Tokens, int], int]:
     """Take a token more than is trained, once."""
 
     def take_and_lose(tokens: Tokens, wanted: int) -> int:
         got = take(tokens, wanted)
         if got:
-            Tokens.take = take  # type: ignore[method-assign]
+            Tokens.take = take  # type: ignore[method-assign,assignment]
             take(tokens, 1)
         return got
 
@@ -300,7 +306,7 @@ def tokens_left(mailbox: str) -> list[int]:
     found = open_mailbox(mailbox).get(RunKeys("1").manifest)
     assert found is not None
     run_id = Manifest.decode(found, "").run_id
-    store: Any = distributed.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+    store: Any = distributed.distributed_c10d._get_default_store()
     return [step for step in range(5) if store.check([f"shardqueue/{run_id}//{step}"])]
 
 
@@ -330,6 +336,7 @@ def with_a_fault(rank: int, kind: str, mailbox: str, size: int) -> Any:
     last, name = rank == size - 1, f"rank-{rank}"
     case = lockstep_cases.Case("equal", 22)
     read: Any = lockstep_cases.load_broken if kind == "broken" and last else lockstep_cases.load
+    read = load_objects if kind == "no samples" else read
     dataset = lockstep_cases.dataset_of(case, mailbox, name, read)
     loader: Any = lockstep_cases.loader_of(dataset, case)
     model: Any = Anything()
@@ -342,7 +349,7 @@ def with_a_fault(rank: int, kind: str, mailbox: str, size: int) -> Any:
     if kind in wrapped:
         model = wrapped[kind]()
     if kind == "lost" and last:
-        Tokens.take = losing(Tokens.take)  # type: ignore[method-assign]
+        Tokens.take = losing(Tokens.take)  # type: ignore[method-assign,assignment]
     micro_batches = size - 1 if kind == "few" else 6 if kind == "other steps" and last else 5
     weight = (lambda _: 0.0) if kind == "weightless" else None
     with (

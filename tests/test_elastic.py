@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections import Counter
+from collections import Counter, UserDict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pytest
@@ -25,7 +26,7 @@ from lockstep_cases import Case as LockstepCase
 from lockstep_cases import whole
 
 from shardqueue import open_mailbox
-from shardqueue.batches import joined
+from shardqueue.batches import batch_samples, joined, known_samples
 from shardqueue.errors import InvalidInputError
 from shardqueue.records import LogPage, RunKeys
 from shardqueue.units import Step
@@ -159,6 +160,7 @@ FAULTS = {
     "other steps": ("AgreementError", "micro_batches differs between ranks"),
     "other model": ("AgreementError", "model differs between ranks"),
     "lost": ("AgreementError", "4 were trained"),
+    "no samples": ("InvalidInputError", "pass weight="),
     "weightless": ("InvalidInputError", "weight"),
     "ddp": ("InvalidInputError", "DistributedDataParallel"),
     "syncbn": ("InvalidInputError", "SyncBatchNorm"),
@@ -236,5 +238,27 @@ def test_joined_batches() -> None:
     assert batch["x"].tolist() == [[0.0] * 3] * 2 + [[1.0] * 3]
     with pytest.raises(InvalidInputError, match="group"):
         joined([{"x": torch.zeros(2)}, {"y": torch.zeros(2)}])
-    with pytest.raises(InvalidInputError, match="no tensors"):
+    with pytest.raises(InvalidInputError, match="neither a tensor"):
         joined([{"x": 1}, {"x": 2}])
+    with pytest.raises(InvalidInputError, match="join="):
+        joined([[Step(0, "u"), object()], [Step(1, "u"), object()]])
+
+
+@dataclass(frozen=True)
+class Pair:
+    left: torch.Tensor
+    right: tuple[torch.Tensor, str]
+
+
+def test_batches_of_other_kinds() -> None:
+    """Mappings that are no dicts, dataclasses, lists of tensors by place; samples are counted, or said to be unknown."""
+    mapping = UserDict(x=torch.zeros(2, 3), y=torch.zeros(2))
+    both = joined([[Step(0, "u"), mapping], [Step(1, "u"), UserDict(x=torch.ones(1, 3), y=torch.ones(1))]])
+    assert (type(both[1]), both[1]["x"].shape, batch_samples(both)) == (UserDict, (3, 3), 3)
+    assert mapping["x"].shape == (2, 3)
+    pair = joined([Pair(torch.zeros(2), (torch.zeros(1), "a")), Pair(torch.zeros(3), (torch.zeros(1), "a"))])
+    assert (pair.left.shape, pair.right[0].shape, pair.right[1]) == ((5,), (2,), "a")
+    assert [part.shape for part in joined([[torch.zeros(2), torch.zeros(2, 1)]] * 2)] == [(4,), (4, 1)]
+    assert known_samples((Step(0, "u"), mapping)) == 2
+    assert known_samples((Step(0, "u"), ["a", "b", "c"])) == 3
+    assert known_samples((Step(0, "u"), object())) is None

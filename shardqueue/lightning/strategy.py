@@ -59,7 +59,7 @@ class ElasticStrategy(DDPStrategy):
         micro_batches: of a step, on all ranks together; at least one a rank.
         group: micro-batches that this rank takes at once, joined into one batch, where it has the memory.
         weight: from a batch to what it counts; its number of samples by default. For token-level losses: its tokens.
-        join: from a list of batches to one, for `group`; by default tensors are put together along the first dimension.
+        join: from a list of batches to one, for `group`; by default tensors are joined along their first dimension.
         settings: `process_group_backend`, `timeout`, `start_method` and other arguments of `DDPStrategy` that do not
             concern `DistributedDataParallel`.
 
