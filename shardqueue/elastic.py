@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -40,7 +39,8 @@ from torch.nn.parallel import DistributedDataParallel
 from shardqueue.agreement import PATIENCE, SUMS, TURN, Row, world
 from shardqueue.batches import batch_of, batch_samples, joined, known_samples
 from shardqueue.errors import AgreementError, ClosedError, InvalidInputError
-from shardqueue.gradients import Gradients, broadcast_module
+from shardqueue.flat import broadcast_module
+from shardqueue.gradients import Gradients
 from shardqueue.lockstep import course_of, lockstep_of, shares
 from shardqueue.stock import Stock
 from shardqueue.tokens import Tokens
@@ -315,9 +315,6 @@ class Elastic:
                 "weight", type(batch).__name__, bound, "pass weight=, a function of the batch"
             )
         weight = float(given)
-        if not 0 < weight < math.inf:
-            bound = "a finite number of more than 0"
-            raise InvalidInputError("weight", weight, bound, "leave empty micro-batches out of the data")
         self.gradients.weigh(weight)
         return weight
 

@@ -13,37 +13,28 @@ have shown that all ranks agree on them. A rank without a micro-batch adds zeros
 A parameter without a gradient on any rank has none afterwards, and one with a gradient somewhere has it everywhere:
 the *flags*, summed over ranks with whatever else they tell each other, say which.
 
-Buffers that changed on some rank become alike too: floating ones their mean by micro-batches, integer ones grow by
-what all ranks added, as a counter does; bool ones stay each rank's own. A change is seen by the tensor's version and
-place. Batch norm's kernels hide theirs, so where one buffer of a module changed, all of that module count as changed.
-Not seen is what goes through `.data`, or such a kernel, in a module no other buffer of which changes. A buffer that
-some rank has in another shape than at first, such as a table as long as the longest sequence, is left alone on all.
+Buffers are brought together after that, see `buffers`.
 """
 
 from __future__ import annotations
 
 import math
-import zlib
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from shardqueue.buffers import Buffers
 from shardqueue.errors import AgreementError, ClosedError, InvalidInputError
+from shardqueue.flat import BUCKET_BYTES, Flat, fingerprint, pieces
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-    from typing import TypeVar
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
     from torch.nn import Module, Parameter
     from torch.utils.hooks import RemovableHandle
-
-    T = TypeVar("T", bound=Tensor)
-
-BUCKET_BYTES = 25 * 2**20
-"""Bytes of gradients, in their own type, from which a bucket is full."""
 
 
 class Gradients:
@@ -207,7 +198,7 @@ class Gradients:
             raise ClosedError(
                 f"parameter {name} got another gradient in the last backward of a step, after its sum over ranks "
                 "began: pass use_reentrant=False to torch.utils.checkpoint.checkpoint, and call backward once a "
-                "micro-batch"
+                "micro-batch; or pass overlap=False to Elastic"
             )
         if self._asks:
             self._asks = False
@@ -288,178 +279,3 @@ class Bucket:
             gradients.append(parameter.grad)
         if parts:
             torch._foreach_copy_(gradients, parts)
-
-
-class Buffers:
-    """The buffers that a module has now, by name."""
-
-    def __init__(self, module: Module, group: dist.ProcessGroup | None) -> None:
-        self._module, self._group = module, group
-        self._shapes = {name: buffer.shape for name, buffer in module.named_buffers()}
-        self._seen: dict[str, Seen] = {}
-        self._counters: dict[str, Tensor] = {}
-        self._under_way: list[tuple[list[str], Flat, dist.Work | None]] = []
-
-    def begin(self) -> None:
-        """Remember what the buffers are before a step; of integer ones keep a copy, made anew when they change."""
-        for name, buffer in self._now().items():
-            if self._changed(name, buffer):
-                self._seen[name] = Seen(buffer)
-                if is_counter(buffer):
-                    self._counters[name] = buffer.clone()
-
-    def flags(self) -> list[float]:
-        """For each buffer 1.0 if it changed in this step, 0.0 if not, infinity if it has not the shape it had."""
-        now = self._now()
-        changed = {owner(name) for name, buffer in now.items() if self._changed(name, buffer)}
-        return [float(owner(name) in changed) if name in now else math.inf for name in self._shapes]
-
-    @torch.no_grad()
-    def start(self, flags: Sequence[float], count: int) -> None:
-        """Begin to sum the buffers that changed on some rank, of which this one trained `count` micro-batches."""
-        now = self._now()
-        alike: dict[tuple[torch.device, torch.dtype], list[str]] = {}
-        for name, flag in zip(self._shapes, flags, strict=True):
-            if 0 < flag < math.inf and now[name].dtype is not torch.bool:
-                alike.setdefault((now[name].device, summed_in(now[name].dtype)), []).append(name)
-        for names in alike.values():
-            flat = Flat([now[name] for name in names])
-            torch._foreach_copy_(flat.parts, [now[name] for name in names])
-            if is_counter(flat.whole):
-                torch._foreach_sub_(flat.parts, [self._counters[name] for name in names])
-            elif count:
-                flat.whole.mul_(count)
-            else:
-                flat.whole.zero_()
-            work = dist.all_reduce(flat.whole, group=self._group, async_op=True)
-            self._under_way.append((names, flat, work))
-
-    @torch.no_grad()
-    def finish(self, counts: int) -> None:
-        """Wait for the sums over `counts` micro-batches, and put what they say into the buffers."""
-        now = self._now()
-        for names, flat, work in self._under_way:
-            if work is not None:
-                work.wait()
-            if is_counter(flat.whole):
-                torch._foreach_add_(flat.parts, [self._counters[name] for name in names])
-            else:
-                flat.whole.div_(counts)
-            torch._foreach_copy_([now[name] for name in names], flat.parts)
-        self._under_way = []
-
-    def forget(self) -> None:
-        """Hold no buffer any more, nor a copy of one."""
-        self._seen, self._counters, self._under_way = {}, {}, []
-
-    def _changed(self, name: str, buffer: Tensor) -> bool:
-        return name not in self._seen or not self._seen[name].is_still(buffer)
-
-    def _now(self) -> dict[str, Tensor]:
-        """The buffers as they are, but for those that have another shape than at first."""
-        buffers = self._module.named_buffers()
-        return {name: buffer for name, buffer in buffers if buffer.shape == self._shapes.get(name)}
-
-
-class Seen:
-    """A buffer as it was; holding it keeps its place in memory from being given to another."""
-
-    def __init__(self, buffer: Tensor) -> None:
-        self._buffer, self._place, self._version = buffer, buffer.data_ptr(), version(buffer)
-
-    def is_still(self, buffer: Tensor) -> bool:
-        """Whether the buffer is the same, and unchanged."""
-        place = buffer.data_ptr()
-        return buffer is self._buffer and place == self._place and version(buffer) == self._version
-
-
-class Flat:
-    """One tensor with room for each of some tensors alike, in the type that they are summed in.
-
-    Attributes:
-        whole: real, of one dimension.
-        parts: views of it, one for each tensor, in its shape; complex where the tensors are.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        device, dtype = tensors[0].device, tensors[0].dtype
-        width = 2 if dtype.is_complex else 1
-        sizes = [tensor.numel() * width for tensor in tensors]
-        self.whole = torch.empty(sum(sizes), dtype=summed_in(dtype), device=device)
-        parts = torch.split(self.whole, sizes)
-        if dtype.is_complex:
-            parts = tuple(torch.view_as_complex(part.view(-1, 2)) for part in parts)
-        self.parts = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-
-
-def summed_in(dtype: torch.dtype) -> torch.dtype:
-    """The real type in which tensors of a type are summed."""
-    if not dtype.is_floating_point and not dtype.is_complex:
-        return torch.int64
-    return torch.float64 if dtype.to_real() is torch.float64 else torch.float32
-
-
-def pieces(tensors: Iterable[T], size: int) -> Iterator[list[T]]:
-    """Tensors of one device and type together, of `size` bytes or a little more, in the order of their last ones."""
-    begun: dict[tuple[torch.device, torch.dtype], list[T]] = {}
-    for tensor in tensors:
-        key = tensor.device, tensor.dtype
-        piece = [*begun.pop(key, ()), tensor]
-        if sum(one.nbytes for one in piece) >= size:
-            yield piece
-        else:
-            begun[key] = piece
-    yield from begun.values()
-
-
-def fingerprint(tensors: Iterable[tuple[Tensor, bool]]) -> int:
-    """What differs where tensors differ in number, shape, type, or in what is said of each."""
-    return zlib.crc32(repr([(tuple(one.shape), one.dtype, said) for one, said in tensors]).encode())
-
-
-def version(tensor: Tensor) -> int:
-    """How often it was changed in place; 0 for a tensor of inference mode, which does not count."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def is_counter(buffer: Tensor) -> bool:
-    """Whether it holds integers."""
-    return summed_in(buffer.dtype) is torch.int64 and buffer.dtype is not torch.bool
-
-
-def owner(name: str) -> str:
-    """The name of the module that a buffer belongs to."""
-    return name.rpartition(".")[0]
-
-
-@torch.no_grad()
-def broadcast_module(
-    module: Module, group: dist.ProcessGroup | None, bucket_bytes: int = BUCKET_BYTES
-) -> None:
-    """Give the parameters and buffers of the group's rank 0 to all its ranks.
-
-    Args:
-        module: built alike on all ranks.
-        group: the process group; None for a process on its own.
-        bucket_bytes: sent at once, about.
-
-    Raises:
-        AgreementError: on all ranks, if their parameters and buffers differ in number, shape or type.
-    """
-    tensors: list[Tensor] = [*module.parameters(), *module.buffers()]
-    if group is None or not tensors:
-        return
-    mark = fingerprint((tensor, False) for tensor in tensors)
-    marks = torch.tensor([mark, -mark], device=tensors[0].device)
-    dist.all_reduce(marks, dist.ReduceOp.MAX, group)
-    if marks.sum() != 0:
-        raise AgreementError(
-            "the module's parameters or buffers differ between ranks, in number, shape or type: build the same "
-            "module on all ranks"
-        )
-    source = dist.get_global_rank(group, 0)
-    for piece in pieces(tensors, bucket_bytes):
-        whole = torch.cat([tensor.reshape(-1) for tensor in piece])
-        dist.broadcast(whole.view(torch.uint8), source, group)  # as bytes: no back end knows every type
-        parts = torch.split(whole, [tensor.numel() for tensor in piece])
-        torch._foreach_copy_(piece, [part.view(one.shape) for part, one in zip(parts, piece, strict=True)])

@@ -14,7 +14,8 @@ from torch import Tensor, distributed, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardqueue.errors import ShardQueueError
-from shardqueue.gradients import Gradients, broadcast_module
+from shardqueue.flat import broadcast_module
+from shardqueue.gradients import Gradients
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

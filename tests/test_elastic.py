@@ -251,7 +251,7 @@ class Pair:
 
 
 def test_batches_of_other_kinds() -> None:
-    """Mappings that are no dicts, dataclasses, lists of tensors by place; samples are counted, or said to be unknown."""
+    """Mappings that are no dicts, dataclasses, lists of tensors by place; samples are counted, or unknown."""
     mapping = UserDict(x=torch.zeros(2, 3), y=torch.zeros(2))
     both = joined([[Step(0, "u"), mapping], [Step(1, "u"), UserDict(x=torch.ones(1, 3), y=torch.ones(1))]])
     assert (type(both[1]), both[1]["x"].shape, batch_samples(both)) == (UserDict, (3, 3), 3)

@@ -115,6 +115,8 @@ FLOORS = {
     "assembly": 4,
     "ahead": 4,
     "batches": 4,
+    "buffers": 4,
+    "flat": 4,
     "stock": 4,
     "elastic": 4,
     "tokens": 4,

@@ -1,12 +1,15 @@
 """`ElasticStrategy`: an unmodified LightningModule, trained in elastic steps (see `elastic`).
 
 One Lightning batch is one optimizer step of `micro_batches` micro-batches. The loader of the `SharedQueueDataModule`
-gives a rank its first one; `backward` goes through the others, after Lightning has zeroed the gradients and before it
-clips them, and adds up. Each is moved to the device and run as Lightning does with the batch of a loader.
+gives a rank its first one, if it can have one at once; `backward` goes through the others, after Lightning has zeroed
+the gradients and before it clips them, and adds up. Each is moved to the device and run as Lightning does with the
+batch of a loader. Only `backward` waits for other ranks: they may be in a hook that waits for this one, such as
+`on_train_batch_start` with a value logged by `sync_dist`.
 
 The module is not wrapped by DistributedDataParallel: there is one sum a step, over what the ranks have. What
 `training_step` logs counts for each micro-batch; a value logged with `on_step=True, sync_dist=True` becomes that of
-the whole step. A rank that got no micro-batch in a step shows its last batch to the hooks, and computes nothing.
+the whole step. A batch's hooks see a rank's first micro-batch of the step; where it had none when the step began,
+its last batch before, and no loss.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from torchmetrics import Metric
 from shardqueue.agreement import world, world_size
 from shardqueue.elastic import Elastic, check_function, check_micro_batches, refuse_model
 from shardqueue.errors import ClosedError, InvalidInputError
-from shardqueue.gradients import broadcast_module
+from shardqueue.flat import broadcast_module
 from shardqueue.lightning.steplogs import StepLogs
 from shardqueue.units import check_int
 
@@ -106,7 +109,7 @@ class ElasticStrategy(DDPStrategy):
     def train(
         self, stay: Stay, dataset: SharedQueueDataset, loader: Iterable[Any], **how: Any
     ) -> Generator[tuple[Any, Any]]:
-        """(dataset step, batch) of this rank's first micro-batch of each step; its last one where it has none.
+        """(dataset step, batch) of this rank's first micro-batch of each step; its last one where it has none yet.
 
         Args:
             stay: in the run.
@@ -156,7 +159,7 @@ class ElasticStrategy(DDPStrategy):
         """There is nothing to register them on."""
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The training step of a micro-batch; nothing where this rank has none in the step."""
+        """The training step of a micro-batch; nothing where this rank has none yet."""
         step = self._current
         self._more = args[1:]
         if not step.micro_batches:

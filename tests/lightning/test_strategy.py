@@ -28,8 +28,15 @@ def elastic(**settings: Any) -> dict[str, Any]:
     return {"strategy": ElasticStrategy(EACH), **settings}
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("size", "workers"),
+    [
+        (1, 0),
+        (2, 2),
+        (3, 0),
+        *(pytest.param(*one, marks=pytest.mark.full) for one in ((1, 2), (2, 0), (3, 2))),
+    ],
+)
 def test_fit(ranks: Up, tmp_path: Path, size: int, workers: int) -> None:
     settings = {"num_workers": workers, "multiprocessing_context": "fork" if workers else None}
     job = Job(str(tmp_path), numbered("train", "val", **settings), elastic(max_epochs=2))
