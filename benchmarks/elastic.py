@@ -196,7 +196,9 @@ class Elasticity:
             if each[0].reduces
         }
         hidden = 1.0 - left["elastic"] / left["no overlap"]
-        against = f"left once the last rank has come {left['elastic']:.3f} s, without overlap {left['no overlap']:.3f}"
+        against = (
+            f"once the last rank has come {left['elastic']:.3f} s, without overlap {left['no overlap']:.3f}"
+        )
         self.report.add(Row(f"{name}: of that hidden in backward", hidden, "of it", None, against))
 
     # -- inside ------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -123,6 +124,7 @@ class Elastic:
         self._speeds = Speeds.unknown(self._ranks.size)
         self._groups = [group] * self._ranks.size
         self._rows: list[Row] = []
+        self._meanwhile = math.inf
 
     def steps(self, loader: Iterable[Any], limit: int | None = None) -> Generator[ElasticStep]:
         """The steps of one pass over a loader's dataset. Every rank must iterate them, to the same step.
@@ -232,6 +234,7 @@ class Elastic:
         stock.balance(self._ranks.rank, self._speeds.seconds, needed + after)
         assert self.tokens is not None
         self.tokens.begin(stock.pass_, number, needed - reserved)
+        self._meanwhile = self._most_meanwhile()
         step = self._step_now = ElasticStep(self, stock, agreed, needed, after)
         step.reserved, step.begun = bool(reserved), begun
         self.gradients.begin()
@@ -241,8 +244,23 @@ class Elastic:
             lockstep.check_units(dataset, stock, course.total, self._rows)
 
     def _is_last(self) -> bool:
-        """Whether nothing follows for this rank in the step."""
-        return self._step_now is not None and self.tokens is not None and not self.tokens.left()
+        """Whether nothing follows for this rank in the step; the store is asked only where that can be."""
+        if self._step_now is None or self.tokens is None or self.tokens.seen > self._meanwhile:
+            return False
+        return not self.tokens.left()
+
+    def _most_meanwhile(self) -> float:
+        """Tokens that the others may take, at most, while this rank computes what it has taken."""
+        seconds = self._speeds.seconds
+        own = seconds[self._ranks.rank]
+        others = [
+            (group, one)
+            for rank, (group, one) in enumerate(zip(self._groups, seconds, strict=True))
+            if rank != self._ranks.rank
+        ]
+        if own is None or any(one is None for _, one in others):
+            return math.inf
+        return sum(group * (self.group * own / (one or own) + 2) for group, one in others)
 
     # -- for a step --------------------------------------------------------------------------------------
 
@@ -255,13 +273,17 @@ class Elastic:
             return [step.begun if step.begun is not None else stock.fetch_promised()]
         began = looked = clock.monotonic()
         waited, known, since, pause = 0.0, -1, began, SOON
-        while left := self.tokens.left():
-            now = clock.monotonic()
+        while True:
+            now, ready = clock.monotonic(), stock.in_hand
+            scarce = stock.assured > step.after
+            sure = ready > 0 and self._is_sure(scarce)
+            left = self.tokens.seen if sure else self.tokens.left()
+            if not left:
+                break
             if left != known:
                 known, since = left, now
-            ready = stock.in_hand
-            wanted = 0
-            if ready:
+            wanted = self.group if sure else 0
+            if ready and not sure:
                 wanted = turn(
                     self._ranks.rank,
                     left,
@@ -271,7 +293,7 @@ class Elastic:
                     elapsed=now - step.began,
                     stale=now - since,
                     groups=self._groups,
-                    scarce=stock.assured > step.after,
+                    scarce=scarce,
                 )
             got = self.tokens.take(min(wanted, ready))
             if got:
@@ -291,6 +313,14 @@ class Elastic:
             pause = min(LATER, 2 * pause)
         self._note_wait(step, waited, clock.monotonic() - began)
         return []
+
+    def _is_sure(self, scarce: bool) -> bool:
+        """Whether it is this rank's turn however many tokens are left, so that it need not look first."""
+        seconds = self._speeds.seconds
+        own = seconds[self._ranks.rank]
+        if own is None or scarce:
+            return True
+        return self.group == 1 and all(one is None or own <= one for one in seconds)
 
     def _note_wait(self, step: ElasticStep, waited: float, idle: float) -> None:
         self.session.waited(waited)

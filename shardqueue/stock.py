@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 TOO_MUCH = 1.5
 """Times what is left would take, if all ranks shared it, that a rank's own batches may take it."""
-WORTH = 0.5
+WORTH = 0.2
 """Seconds beyond that from which it gives them back: others must claim and load them."""
 
 

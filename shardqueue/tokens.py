@@ -39,6 +39,11 @@ class Tokens:
         """A step begins that has `count` tokens."""
         self._key, self._count, self._taken = f"{self._prefix}/{pass_}/{step}", count, 0
 
+    @property
+    def seen(self) -> int:
+        """How many nobody had taken when the store was last asked."""
+        return max(0, self._count - self._taken)
+
     def left(self) -> int:
         """How many nobody has taken.
 
@@ -47,7 +52,7 @@ class Tokens:
         """
         if self._taken < self._count:
             self._taken = self._add(0)
-        return max(0, self._count - self._taken)
+        return self.seen
 
     def take(self, wanted: int) -> int:
         """Take so many, or as many as are left; return how many.
