@@ -112,12 +112,22 @@ class Ranks:
         if group is not None and not broken and dist.is_initialized():
             dist.destroy_process_group(group)
 
-    def begin(self, row: Row, more: Sequence[float] = ()) -> Agreement:
-        """Start to agree; `more` is summed beside it, and as long on every rank."""
-        numbers = np.zeros(self.size * COLUMNS + len(more))
-        numbers[self.rank * COLUMNS : (self.rank + 1) * COLUMNS] = row.numbers()
-        numbers[self.size * COLUMNS :] = more
-        return Agreement(self, numbers, self._sum(numbers))
+    def begin(self, row: Row) -> Agreement:
+        """Start to agree."""
+        table = np.zeros((self.size, COLUMNS))
+        table[self.rank] = row.numbers()
+        return Agreement(self, table, self._sum(table))
+
+    def total(self, numbers: Sequence[float]) -> list[float]:
+        """The sum of all ranks' numbers, as many on each; all must have agreed before that they will call it.
+
+        Raises:
+            PeerGoneError: one is gone.
+        """
+        summed = np.array(numbers, dtype=np.float64)
+        self.wait(self._sum(summed))
+        found: list[float] = summed.tolist()
+        return found
 
     def gather(self, said: Mapping[str, object]) -> list[dict[str, Any]]:
         """What each rank said, by rank; JSON."""
@@ -172,7 +182,7 @@ class Agreement:
     """One that is under way."""
 
     ranks: Ranks
-    numbers: np.ndarray[Any, Any]
+    table: np.ndarray[Any, Any]
     work: Any
 
     def rows(self) -> list[Row]:
@@ -183,7 +193,7 @@ class Agreement:
             PeerGoneError: one is gone.
         """
         self.ranks.wait(self.work)
-        rows = [Row(*row) for row in self.numbers[: self._end].reshape(-1, COLUMNS).tolist()]
+        rows = [Row(*row) for row in self.table.tolist()]
         for rank, row in enumerate(rows):
             if row.kind != rows[0].kind:
                 raise AgreementError(
@@ -191,16 +201,6 @@ class Agreement:
                     "together, and leave it after the same batch"
                 )
         return rows
-
-    @property
-    def more(self) -> list[float]:
-        """What was summed beside the rows, after `rows`."""
-        more: list[float] = self.numbers[self._end :].tolist()
-        return more
-
-    @property
-    def _end(self) -> int:
-        return self.ranks.size * COLUMNS
 
 
 def world() -> Any:

@@ -363,14 +363,14 @@ class Elastic:
         row.micro, row.weight = float(step.micro_batches), step.weight
         row.seconds = (step.seconds + step.waited) / max(1, step.micro_batches)
         row.size = float(bool(said))
-        header = ranks.begin(row, self.gradients.flags)
+        header, flags = ranks.begin(row), self.gradients.flags
         try:
             self.gradients.launch()
             rows = header.rows()
             self._check(step, rows)
             counts = [int(row.micro) for row in rows]
             weight = sum(row.weight for row in rows)
-            self.gradients.finish(header.more, weight, step.micro_batches, sum(counts))
+            self.gradients.finish(ranks.total(flags), weight, step.micro_batches, sum(counts))
         except RuntimeError as error:
             raise ranks.lost(error) from error
         if any(row.size for row in rows):
@@ -470,10 +470,10 @@ class ElasticStep:
             AgreementError: the ranks are at different steps, or one is gone.
         """
         if not self._over or self._reduced:
-            why = (
-                "was called before" if self._reduced else "was called inside the loop over its micro-batches"
+            why = "a second time" if self._reduced else "before all its micro-batches were taken"
+            raise ClosedError(
+                f"reduce of step {self.number} was called {why}; call it once, after that loop's end"
             )
-            raise ClosedError(f"reduce of step {self.number} {why}; call it once, after that loop has ended")
         rows = self._elastic.reduce(self, said or {})
         self._reduced = True
         self.counts = [int(row.micro) for row in rows]

@@ -91,13 +91,20 @@ class Gradients:
 
         Raises:
             InvalidInputError: it is not a finite number above 0.
+            ClosedError: it is another one, and nothing was added since the last time.
         """
         if not 0 < weight < math.inf:
             raise InvalidInputError(
                 *("weight", weight, "a finite number above 0"),
                 "give the samples or tokens of the micro-batch, and leave out one that has none",
             )
-        if self._weight is not None:
+        if self._weight is not None and weight != self._weight:
+            if self._asks:
+                raise ClosedError(
+                    f"a micro-batch of weight {weight:g} was taken before the backward of the one before, which "
+                    f"weighs {self._weight:g}: take it afterwards, or make them weigh the same; to leave one out, "
+                    "call (0 * loss).backward()"
+                )
             self._scale(self._weight / weight)
         self._weight = weight
         self._asks = True
@@ -197,8 +204,8 @@ class Gradients:
         if bucket.work is not None:
             raise ClosedError(
                 f"parameter {name} got another gradient in the last backward of a step, after its sum over ranks "
-                "began: pass use_reentrant=False to torch.utils.checkpoint.checkpoint, and call backward once a "
-                "micro-batch; or pass overlap=False to Elastic"
+                "began: take a micro-batch only when the backward of the one before is done, call backward once for "
+                "each, and checkpoint with use_reentrant=False; or pass overlap=False to Elastic"
             )
         if self._asks:
             self._asks = False

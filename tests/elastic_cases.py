@@ -351,14 +351,21 @@ def with_a_fault(rank: int, kind: str, mailbox: str, size: int) -> Any:
     if kind == "lost" and last:
         Tokens.take = losing(Tokens.take)  # type: ignore[method-assign,assignment]
     micro_batches = size - 1 if kind == "few" else 6 if kind == "other steps" and last else 5
-    weight = (lambda _: 0.0) if kind == "weightless" else None
+    weights = {"weightless": lambda _: 0.0, "taken ahead": lambda value: 1.0 + float(value[0])}
+    weight = weights.get(kind)
     with (
         lockstep_cases.letting_go(),
         lockstep_cases.impatient(),
         Session(mailbox, name, log_every=0.5) as session,
     ):
         elastic = Elastic(session, model, micro_batches, weight=weight)
+        if kind == "one leaves" and last:
+            for step in elastic.steps(loader, limit=None):
+                one_step(step, model)
+                break
         for step in elastic.steps([1] if kind == "loader" else loader):
+            if kind == "taken ahead":
+                list(step)
             for number, (_, value) in enumerate(step):
                 torch.autograd.backward(model(value))
                 threading.Event().wait(0.003)  # so that both ranks get some
