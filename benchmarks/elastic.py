@@ -36,12 +36,12 @@ from benchmarks.elastic_ranks import (
     Work,
     compute_only,
     elastic,
-    in_ranks,
     plain,
     take_turns,
     time_all_reduce,
     time_requests,
 )
+from benchmarks.gloo_ranks import in_ranks
 from benchmarks.report import Report, Row, options
 from shardqueue.flat import BUCKET_BYTES
 from shardqueue.simulate.steps import Course, reached, simulate_steps

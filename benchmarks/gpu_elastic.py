@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.elastic_ranks import Work, elastic, in_ranks, plain, take_turns
+from benchmarks.elastic_ranks import Work, elastic, plain, take_turns
+from benchmarks.gloo_ranks import in_ranks
 from benchmarks.report import Report, Row, options
 from shardqueue.elastic import Elastic
 

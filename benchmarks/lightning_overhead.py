@@ -20,28 +20,22 @@ code is 1. A missed reach alone is marked, and fails only with `--strict`.
 from __future__ import annotations
 
 import gc
-import logging
-import os
-import pickle
 import sys
 import tempfile
 import time
-import warnings
 from collections import Counter
 from dataclasses import dataclass, field
-from datetime import timedelta
 from itertools import chain, pairwise
-from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from torch.multiprocessing.spawn import start_processes
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
+from benchmarks.gloo_ranks import in_ranks
 from benchmarks.loader import Numbers, make_loader
 from benchmarks.report import Report, Row, options
 from shardqueue import Session, SharedQueueDataset
@@ -58,7 +52,6 @@ BATCH_ROWS = 8
 RATIO = 1.03
 WARM = 5
 """Steps of a run that are not timed."""
-PATIENCE = timedelta(seconds=60)
 
 
 # -- one run -------------------------------------------------------------------------------------------------
@@ -286,37 +279,6 @@ def take_turns(sides: Sequence[Side], work: Work, turns: int, folder: str) -> di
             found[name].append(Turn([*chain(*seconds)], fmean(processor), sorted(chain(*seen))))
             gc.collect()  # loaders hold their workers
     return found
-
-
-def in_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> Any:
-    """What rank 0 of so many forked ranks returns from a call that all of them make."""
-    with tempfile.TemporaryDirectory() as folder:
-        given = size, folder, function, arguments
-        start_processes(_rank, given, size, start_method="fork")  # type: ignore[no-untyped-call]
-        return pickle.loads((Path(folder) / "found").read_bytes())
-
-
-def _rank(
-    rank: int, size: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]
-) -> None:
-    os.environ.update(
-        RANK=f"{rank}",
-        LOCAL_RANK=f"{rank}",
-        WORLD_SIZE=f"{size}",
-        LOCAL_WORLD_SIZE=f"{size}",
-        GROUP_RANK="0",
-        TORCHELASTIC_RUN_ID="benchmark",  # for Lightning, that somebody else starts the ranks
-    )
-    warnings.simplefilter("ignore")
-    for name in ("shardqueue", "lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    torch.set_num_threads(1)
-    where = f"file://{folder}/store"
-    dist.init_process_group("gloo", where, PATIENCE, world_size=size, rank=rank)
-    found = function(*arguments)
-    if rank == 0:
-        (Path(folder) / "found").write_bytes(pickle.dumps(found))
-    dist.destroy_process_group()
 
 
 # -- the rows ------------------------------------------------------------------------------------------------

@@ -27,15 +27,10 @@ which step each was trained.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from shardqueue.agreement import PATIENCE, SUMS, TURN, Row, world
 from shardqueue.batches import batch_of, batch_samples, joined, known_samples
@@ -43,6 +38,7 @@ from shardqueue.errors import AgreementError, ClosedError, InvalidInputError
 from shardqueue.flat import broadcast_module
 from shardqueue.gradients import Gradients
 from shardqueue.lockstep import course_of, lockstep_of, shares
+from shardqueue.replicas import refuse_model, signature
 from shardqueue.stock import Stock
 from shardqueue.tokens import Tokens
 from shardqueue.tracking import dataset_of
@@ -112,7 +108,7 @@ class Elastic:
         self.lockstep = lockstep_of(session, process_group)
         self._ranks = self.lockstep.ranks
         check_micro_batches(micro_batches, self._ranks.size)
-        self.lockstep.agree({"micro_batches": micro_batches, "model": _signature(model)})
+        self.lockstep.agree({"micro_batches": micro_batches, "model": signature(model)})
         if self._ranks.size > 1:
             broadcast_module(model, process_group)
         self.gradients = Gradients(model, process_group if self._ranks.size > 1 else None)
@@ -223,14 +219,15 @@ class Elastic:
         begun: Any,
     ) -> Generator[ElasticStep]:
         lockstep, session = self.lockstep, self.session
-        last, whole = number == course.steps.stop - 1, course.total == dataset.batches
+        batches = dataset.batches or course.total
+        last, whole = number == course.steps.stop - 1, course.total == batches
         stock.at_end = last and whole
         session.at(stock.pass_, number)
         states = lockstep.states(self._rows)
         agreed = lockstep.agreed = lockstep.as_agreed(dataset, stock.number, number, course, states)
         session.gave(stock.pass_, number, last)
         needed = course.needed(number)
-        after = course.total - course.before(number) - needed
+        after = batches - course.before(number) - needed
         stock.balance(self._ranks.rank, self._speeds.seconds, needed + after)
         assert self.tokens is not None
         self.tokens.begin(stock.pass_, number, needed - reserved)
@@ -491,42 +488,6 @@ class ElasticStep:
             )
 
 
-# -- what is refused -----------------------------------------------------------------------------------------
-
-
-def refuse_model(model: torch.nn.Module) -> None:
-    """Refuse what communicates in forward or backward: the ranks run as many of those as they are fast.
-
-    Raises:
-        InvalidInputError: naming it, and what to use instead.
-    """
-    for name, module in model.named_modules():
-        what = f"{name or 'the model'} ({type(module).__name__})"
-        if isinstance(module, DistributedDataParallel):
-            remedy = "pass the module inside; elastic steps add up the gradients themselves"
-            raise InvalidInputError("model", what, "not wrapped by DistributedDataParallel", remedy)
-        if isinstance(module, torch.nn.SyncBatchNorm):
-            bound = "without SyncBatchNorm, which waits for all ranks in each forward, and they run unequal numbers"
-            remedy = "use BatchNorm (its buffers are averaged over the micro-batches), GroupNorm or LayerNorm"
-            raise InvalidInputError("model", what, bound, remedy)
-        sharded = isinstance(module, FullyShardedDataParallel | FSDPModule)
-        if sharded or any(isinstance(one, DTensor) for one in module.parameters(recurse=False)):
-            bound = "whole on every rank: shards are gathered in each forward, and ranks run unequal numbers"
-            lockstep = "FSDPStrategy with SharedQueueDataModule, or session.track(loader, group=...)"
-            remedy = f"train it in lockstep: {lockstep}"
-            raise InvalidInputError("model", what, bound, remedy)
-
-
-def check_function(name: str, function: object) -> None:
-    """Refuse what cannot be called.
-
-    Raises:
-        InvalidInputError: it is neither None nor a function.
-    """
-    if function is not None and not callable(function):
-        raise InvalidInputError(name, function, "a function of the batch, or None", "leave it out")
-
-
 def check_micro_batches(micro_batches: int, ranks: int) -> None:
     """Refuse steps in which some rank would have nothing to do.
 
@@ -539,11 +500,11 @@ def check_micro_batches(micro_batches: int, ranks: int) -> None:
         raise InvalidInputError("micro_batches", micro_batches, bound, remedy)
 
 
-def _signature(model: torch.nn.Module) -> str:
-    """The same for models whose gradients can be added up."""
-    said = [
-        (name, str(tensor.dtype), list(tensor.shape), getattr(tensor, "requires_grad", False))
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
-    ]
-    digest = hashlib.blake2b(json.dumps(said).encode(), digest_size=6).hexdigest()
-    return f"{len(said)} tensors ({digest})"
+def check_function(name: str, function: object) -> None:
+    """Refuse what cannot be called.
+
+    Raises:
+        InvalidInputError: it is neither None nor a function.
+    """
+    if function is not None and not callable(function):
+        raise InvalidInputError(name, function, "a function of the batch, or None", "leave it out")

@@ -17,6 +17,7 @@ import torch
 from elastic_cases import FEATURES, Rows
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins import MixedPrecision
 from lockstep_cases import digest
 from models import quiet_trainer
 from torch.nn import functional
@@ -145,6 +146,15 @@ class Kept(Logger):
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         self.kept.append((-1 if step is None else step, dict(metrics)))
+
+
+def scaler_of() -> torch.amp.GradScaler:
+    """One whose first steps overflow."""
+    return torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=8)
+
+
+def scaled() -> MixedPrecision:
+    return MixedPrecision("16-mixed", "cpu", scaler_of())
 
 
 @dataclass

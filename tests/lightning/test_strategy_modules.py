@@ -10,8 +10,7 @@ import pytest
 import torch
 from elastic_cases import FEATURES, Rows
 from lightning.pytorch.callbacks import BackboneFinetuning, EMAWeightAveraging
-from lightning.pytorch.plugins import MixedPrecision
-from strategy_cases import Case, Learner, Told, all_told, alone, rows_of, steps_of
+from strategy_cases import Case, Learner, Told, all_told, alone, rows_of, scaled, scaler_of, steps_of
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -97,14 +96,6 @@ class Overflowing(Learner):
     def on_before_zero_grad(self, optimizer: Any) -> None:
         plugin: Any = self.trainer.precision_plugin
         self.notes.append(plugin.scaler.get_scale())
-
-
-def scaler_of() -> torch.amp.GradScaler:
-    return torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=8)
-
-
-def scaled() -> MixedPrecision:
-    return MixedPrecision("16-mixed", "cpu", scaler_of())
 
 
 def mixed_alone(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from strategy_cases import Case, Learner, Told, all_told, rows_of
+from strategy_cases import Case, Learner, Told, all_told, rows_of, scaled
 from torchmetrics import MeanMetric
 
 from shardqueue.lightning import SharedQueueCallback
@@ -76,6 +76,8 @@ def test_every_sample_once(
     case = Case(
         rows=ROWS,
         model=Logging,
+        dtype="float32",
+        plugins=(scaled,),
         pauses=(0.0, 0.004),
         epochs=2,
         trainer={"enable_checkpointing": True},
