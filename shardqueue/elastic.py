@@ -173,7 +173,7 @@ class Elastic:
         first = self._first_share(dataset, pass_, course)
         stock = Stock(session, dataset, loader, pass_, self.group)
         if not first:
-            stock.begin_own()  # nobody asks the loader for a first item, with which it begins
+            stock.go_without()  # there are fewer batches left than ranks: nobody asks for a first one
         with dataset.together():
             try:
                 session.at(pass_, course.steps.start)

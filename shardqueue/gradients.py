@@ -193,7 +193,11 @@ class Gradients:
     def _arrived(self, bucket: Bucket, name: str, parameter: Parameter) -> None:
         """A backward has added to the parameter's gradient."""
         gradient = parameter.grad
-        assert gradient is not None
+        if gradient is None:
+            raise InvalidInputError(
+                *(f"{name}.grad", None, "kept until the step's end, when the ranks add it up"),
+                "step the optimizer after that, not in a hook of backward",
+            )
         if gradient.is_sparse:
             raise InvalidInputError(
                 *(f"{name}.grad", gradient.layout, "dense, to be summed over ranks"),

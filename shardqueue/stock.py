@@ -60,7 +60,7 @@ class Stock(Supply):
         if self._items is not None and self._ahead.over:
             for _ in self._items:
                 raise LoadError("the loader gave an item after its end")
-            self.begin_own()
+            self._begin_own()
         if self._items is not None:
             return self._ahead.count
         return 0 if self._tail is None else self._tail.waiting
@@ -94,10 +94,15 @@ class Stock(Supply):
         shared = left / sum(1.0 / one for one in known)
         held = self.assured
         self._hold = max(1, int(shared / own))
-        if held > 1 and held * own > TOO_MUCH * shared + WORTH:
+        if held > 1 and held * own > TOO_MUCH * shared + WORTH and not self._in_use:
             self._shed()
         elif self._tail is not None:
             self._session.allow(self._tail_key, self._tail_allowance())
+
+    @property
+    def _in_use(self) -> bool:
+        """Whether the loop has a batch that is not known to be trained: it must not go to others too."""
+        return any(self._session.in_hand(key) for key in (self.pass_, self._tail_key))
 
     def close(self) -> None:
         """The loop is done with the pass: at its end, or before."""
@@ -114,7 +119,7 @@ class Stock(Supply):
                 source.close(failed=False)
         elif self._tail is not None:
             self._tail.close(failed=False)
-        self.begin_own()
+        self._begin_own()
 
     def _stop_loader(self) -> None:
         """Have the loader end before its end."""
@@ -124,7 +129,12 @@ class Stock(Supply):
             source.stop()
         self._ahead.close()
 
-    def begin_own(self) -> None:
+    def go_without(self) -> None:
+        """Leave the loader alone, before it has begun: this process claims all of the pass for itself."""
+        self._dataset.pass_over()
+        self._begin_own()
+
+    def _begin_own(self) -> None:
         """From here on this process claims for itself."""
         self._items = None
         self._from_loader = self.taken

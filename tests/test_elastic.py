@@ -99,6 +99,11 @@ def test_a_rank_that_gets_nothing(ranks: Up, tmp_path: Path) -> None:
     assert max(counts) == 1, "it gives back what it loaded in the beginning, for the others"
 
 
+def test_an_epoch_that_begins_with_known_speeds(ranks: Up, tmp_path: Path) -> None:
+    """A rank that gives back what it holds too much of keeps what it has in hand, which it is about to train."""
+    run(ranks, 2, [Case(rows=80, batch=1, micro_batches=8, epochs=3, pauses=(0.001, 0.12))], tmp_path)
+
+
 @pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.full, id="spawn")])
 def test_loader_workers(ranks: Up, context: str, tmp_path: Path) -> None:
     cases = [Case(rows=97, micro_batches=6, epochs=2, workers=2, context=context, pauses=(0.0, 0.003))]

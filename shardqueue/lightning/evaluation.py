@@ -54,7 +54,6 @@ _STEPS = {
     RunningStage.VALIDATING: "validation_step",
     RunningStage.TESTING: "test_step",
     RunningStage.PREDICTING: "predict_step",
-    RunningStage.TRAINING: "training_step",
 }
 _OF_TORCH = vars(Module()).keys() - {"training", "_buffers", "_non_persistent_buffers_set", "_modules"}
 """Attributes of a module that a step does not change, or that FSDP swaps in it: parameters and hooks."""
@@ -152,8 +151,7 @@ def discarded_step(trainer: Trainer, batch: Any, batch_idx: int) -> None:
     name = _STEPS[stage]
     takes_index = is_param_in_hook_signature(getattr(module, name), "batch_idx", min_args=2)
     with isolate_rng(), _unlogged(trainer), _put_back(trainer.strategy.model, batch):
-        if stage != RunningStage.TRAINING:
-            call._call_lightning_module_hook(trainer, f"on_{name.removesuffix('step')}model_eval")
+        call._call_lightning_module_hook(trainer, f"on_{name.removesuffix('step')}model_eval")
         batch = trainer.precision_plugin.convert_input(batch)
         batch = module._on_before_batch_transfer(batch)
         batch = call._call_strategy_hook(trainer, "batch_to_device", batch)

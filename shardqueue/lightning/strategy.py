@@ -27,10 +27,11 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torchmetrics import Metric
 
 from shardqueue.agreement import world, world_size
-from shardqueue.elastic import Elastic, check_function, check_micro_batches, refuse_model
+from shardqueue.elastic import Elastic, check_function, check_micro_batches
 from shardqueue.errors import ClosedError, InvalidInputError
 from shardqueue.flat import broadcast_module
 from shardqueue.lightning.steplogs import StepLogs
+from shardqueue.replicas import refuse_model
 from shardqueue.units import check_int
 
 if TYPE_CHECKING:
