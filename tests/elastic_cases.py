@@ -235,6 +235,7 @@ def share_out(
 
 def one_step(step: Any, model: Any) -> list[lockstep_cases.Value]:
     values = []
+    model.zero_grad()
     for _, value in step:
         torch.autograd.backward(model(value))
         values.append((int(value[0]), int(value[1])))
@@ -267,6 +268,7 @@ def with_one_held(rank: int, mailbox: str, folder: Path, who: int, pauses: tuple
     with Session(mailbox, f"rank-{rank}") as session:
         elastic = Elastic(session, model, 6)
         for step in elastic.steps(loader):
+            model.zero_grad()
             for _, value in step:
                 torch.autograd.backward(model(value))
                 threading.Event().wait(pauses[rank])
@@ -364,6 +366,8 @@ def with_a_fault(rank: int, kind: str, mailbox: str, size: int) -> Any:
                 one_step(step, model)
                 break
         for step in elastic.steps([1] if kind == "loader" else loader):
+            if kind != "not zeroed":
+                model.zero_grad(set_to_none=False)
             if kind == "taken ahead":
                 list(step)
             for number, (_, value) in enumerate(step):
@@ -404,6 +408,7 @@ def in_part(
         elastic = Elastic(session, model, micro_batches)
         for _ in range(epochs):
             for step in elastic.steps(loader):
+                model.zero_grad()
                 trained = []
                 for _, batch in step:
                     torch.autograd.backward(loss_of(model, batch))

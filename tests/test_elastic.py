@@ -162,6 +162,7 @@ FAULTS = {
     "left": ("ClosedError", "before all its micro-batches were taken"),
     "twice": ("ClosedError", "a second time"),
     "one leaves": ("AgreementError", "rank 0 adds up the gradients of an elastic step, rank 1 begins a loop"),
+    "not zeroed": ("ClosedError", "call optimizer.zero_grad()"),
     "taken ahead": ("ClosedError", "before the backward of the one before"),
     "few": ("InvalidInputError", "at least 2"),
     "other steps": ("AgreementError", "micro_batches differs between ranks"),
