@@ -211,9 +211,7 @@ def told(rank: int, size: int, case: Case, mailbox: str) -> Told:
     for number, verb in enumerate(case.verbs):
         if verb == "fit" and number and case.verbs[number - 1] == "fit":
             trainer.fit_loop.max_epochs = (number + 1) * case.epochs
-        more = (
-            {"ckpt_path": case.ckpt_path, "weights_only": False} if verb == "fit" and case.ckpt_path else {}
-        )
+        more = {"ckpt_path": case.ckpt_path} if verb == "fit" and case.ckpt_path else {}
         outputs = getattr(trainer, verb)(model, datamodule=data, **more)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     found = Told(
