@@ -15,7 +15,8 @@ its last batch before, and no loss.
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from datetime import timedelta  # noqa: TC003 - read by the command line
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
@@ -24,6 +25,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.distributed.constants import default_pg_timeout
 from torchmetrics import Metric
 
 from shardqueue.agreement import world, world_size
@@ -64,8 +66,8 @@ class ElasticStrategy(DDPStrategy):
         group: micro-batches that this rank takes at once, joined into one batch, where it has the memory.
         weight: from a batch to what it counts; its number of samples by default. For token-level losses: its tokens.
         join: from a list of batches to one, for `group`; by default tensors are joined along their first dimension.
-        settings: `process_group_backend`, `timeout`, `start_method` and other arguments of `DDPStrategy` that do not
-            concern `DistributedDataParallel`.
+        process_group_backend, timeout, start_method: as for Lightning's `DDPStrategy`.
+        settings: nothing else; arguments of `DistributedDataParallel`, which does not wrap the module, are refused.
 
     Raises:
         InvalidInputError: an argument is out of range. From `Trainer.fit`: the module, the Trainer or the data do not
@@ -79,19 +81,23 @@ class ElasticStrategy(DDPStrategy):
         group: int = 1,
         weight: Callable[[Any], float] | None = None,
         join: Callable[[list[Any]], Any] | None = None,
-        **settings: Any,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        **settings: object,
     ) -> None:
         self.micro_batches = check_int("micro_batches", micro_batches, 1)
         self.group = check_int("group", group, 1)
         check_function("weight", weight)
         check_function("join", join)
         self.weight, self.join = weight, join
-        unknown = sorted(set(settings) - OF_DDP_STRATEGY)
-        if unknown:
-            bound = f"one of {', '.join(sorted(OF_DDP_STRATEGY))}"
-            remedy = "leave it out: no DistributedDataParallel wraps the module, and unused parameters are no problem"
-            raise InvalidInputError("settings", unknown[0], bound, remedy)
-        super().__init__(**settings)
+        if settings:
+            bound = "left out: no DistributedDataParallel wraps the module"
+            remedy = "leave it out (unused parameters are no problem); plugins go to Trainer(plugins=...)"
+            raise InvalidInputError("settings", min(settings), bound, remedy)
+        super().__init__(
+            process_group_backend=process_group_backend, timeout=timeout, start_method=start_method
+        )
         self.step: ElasticStep | None = None
         self._stay: Stay | None = None
         self._engine: Elastic | None = None
@@ -335,12 +341,3 @@ class ElasticStrategy(DDPStrategy):
 def _name(optimizer: Any) -> str:
     """Of the class that the user has made, which Lightning wraps."""
     return type(getattr(optimizer, "optimizer", optimizer)).__name__
-
-
-OF_DDP_STRATEGY = frozenset(
-    (
-        *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
-        *("process_group_backend", "timeout", "start_method"),
-    )
-)
-"""Arguments of `DDPStrategy` that do not concern `DistributedDataParallel`."""

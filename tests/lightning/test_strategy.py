@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from jobs import Job, rows_of, run_all
-from models import Numbered
+from lightning.pytorch.cli import LightningCLI
+from models import Numbered, Recorder
 
 from shardqueue.lightning import ElasticStrategy
 
@@ -26,6 +28,24 @@ def numbered(*stages: str, **settings: Any) -> dict[str, Any]:
 
 def elastic(**settings: Any) -> dict[str, Any]:
     return {"strategy": ElasticStrategy(EACH), **settings}
+
+
+def test_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LightningCLI gives a strategy what it finds in its signature, defaults included."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning's use of it
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # set by the command
+        monkeypatch.setenv(name, "0")
+    strategy = {
+        "class_path": "shardqueue.lightning.ElasticStrategy",
+        "init_args": {"micro_batches": EACH, "group": 2},
+    }
+    config = {"trainer": {"accelerator": "cpu", "devices": 1, "logger": False, "strategy": strategy}}
+    cli = LightningCLI(Recorder, run=False, args=config, save_config_callback=None)
+    made = cli.trainer.strategy
+    assert isinstance(made, ElasticStrategy)
+    assert (made.micro_batches, made.group) == (EACH, 2)
 
 
 @pytest.mark.parametrize(
