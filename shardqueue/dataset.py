@@ -538,6 +538,8 @@ class SharedQueueDataset(IterableDataset[Any]):
             *(self._block, self._pipe, mailbox, self.learner_id, info.id, info.num_workers, key, self.stage),
             reclaim_after=self._reclaim_after,
         )
+        if self._together:  # others may have had all there was
+            worker.loudness = logging.INFO
         if self._reclaim_after is not None and not worker.tracked:
             raise InvalidInputError(
                 "reclaim_after",

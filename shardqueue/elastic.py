@@ -436,6 +436,8 @@ class ElasticStep:
             elastic.ready()
             self.seconds += elastic.session.clock.monotonic() - self._since
             self._since = None
+        if not (self.micro_batches or self._over):
+            elastic.gradients.check_zeroed()
         items = [] if self._over else elastic.take(self)
         if not items:
             self._over = True

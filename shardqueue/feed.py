@@ -238,7 +238,7 @@ class Feed:
         rest = self._place.worker == TAIL
         if not (self.over or self._handed_out or rest) and allowed is None:
             quiet = self._place.reclaim_after is not None or not len(self._plan)
-            level = logging.INFO if quiet else logging.WARNING
+            level = logging.INFO if quiet else self._host.loudness
             logger.log(level, "%s: nothing was left to claim in run %s", self._owner.learner, self._host.run)
         self.over = True
 

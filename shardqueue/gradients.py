@@ -68,7 +68,6 @@ class Gradients:
         self._hooks: list[RemovableHandle] = []
         self._weight: float | None = None
         self._asks = self._overlaps = False
-        self._left_over: LeftOver | None = None
 
     def begin(self) -> None:
         """A step begins; gradients of the one before are to be zeroed or unset before its first backward.
@@ -82,8 +81,22 @@ class Gradients:
             )
         self._weight = None
         self._lay_out()
-        self._left_over = self._look_at_one()
         self._buffers.begin()
+
+    @torch.no_grad()
+    def check_zeroed(self) -> None:
+        """Refuse what lies in `.grad` before a step's first micro-batch: it would be averaged over ranks once more.
+
+        Raises:
+            ClosedError: a gradient is there, and is not zero.
+        """
+        left = [p.grad for bucket in self._buckets for p in bucket.parameters if p.grad is not None]
+        if left and any(norm != 0 for norm in torch._foreach_norm(left)):
+            raise ClosedError(
+                "gradients are there before the first micro-batch of a step: call optimizer.zero_grad() before the "
+                "loop over its micro-batches; add a penalty to the loss of each, and to accumulate over more of "
+                "them make a step of more"
+            )
 
     def weigh(self, weight: float) -> None:
         """The backward that follows counts so much.
@@ -164,7 +177,6 @@ class Gradients:
         for hook in self._hooks:
             hook.remove()
         self._layout, self._buckets, self._hooks = [], [], []
-        self._left_over = None
         self._asks = self._overlaps = False
         self._buffers.forget()
 
@@ -185,12 +197,6 @@ class Gradients:
             for parameter in piece:
                 arrived = partial(self._arrived, bucket, names[parameter])
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(arrived))  # type: ignore[no-untyped-call]
-
-    def _look_at_one(self) -> LeftOver | None:
-        """One parameter's gradient before a step, by which it is seen that nobody zeroed them."""
-        parameters = [p for bucket in self._buckets for p in bucket.parameters if p.grad is not None]
-        one = min(parameters, key=lambda parameter: parameter.numel(), default=None)
-        return None if one is None or one.grad is None else LeftOver(one, one.grad)
 
     @torch.no_grad()
     def _scale(self, factor: float) -> None:
@@ -220,13 +226,6 @@ class Gradients:
                 "began: take a micro-batch only when the backward of the one before is done, call backward once for "
                 "each, and checkpoint with use_reentrant=False; or pass overlap=False to Elastic"
             )
-        if self._left_over is not None and self._left_over.parameter is parameter:
-            if self._left_over.was_added_to:
-                raise ClosedError(
-                    f"the gradient of parameter {name} is still that of the step before: call optimizer.zero_grad() "
-                    "before a step's first backward; to accumulate over more micro-batches, make a step of more"
-                )
-            self._left_over = None
         if self._asks:
             self._asks = False
             self._overlaps = self.last() and self._may_overlap
@@ -248,20 +247,6 @@ class Gradients:
                 return
             if bucket.work is None:
                 bucket.start(self._weight, self._group)
-
-
-class LeftOver:
-    """The gradient that a parameter has before a step; holding it keeps its place from being given to another."""
-
-    def __init__(self, parameter: Parameter, gradient: Tensor) -> None:
-        self.parameter, self._gradient = parameter, gradient
-        self._value, self._version = gradient.detach().clone(), gradient._version
-
-    @property
-    def was_added_to(self) -> bool:
-        """Whether a backward has added to it since, and nothing has zeroed it before."""
-        same = self.parameter.grad is self._gradient and self._gradient._version == self._version + 1
-        return same and bool(self._value.any())
 
 
 class Bucket:

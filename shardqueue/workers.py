@@ -135,7 +135,7 @@ class LoaderWorker:
     # -- for the feed ------------------------------------------------------------------------------------
 
     counts_coming_back = True
-    loudness = logging.WARNING
+    loudness: int = logging.WARNING
 
     def admit(self, source: Source, key: str) -> None:  # noqa: ARG002
         """A feed begins."""

@@ -368,6 +368,8 @@ def with_a_fault(rank: int, kind: str, mailbox: str, size: int) -> Any:
         for step in elastic.steps([1] if kind == "loader" else loader):
             if kind != "not zeroed":
                 model.zero_grad(set_to_none=False)
+            if kind == "penalty before":
+                torch.autograd.backward((model.weight + 1.0).square().sum())
             if kind == "taken ahead":
                 list(step)
             for number, (_, value) in enumerate(step):

@@ -163,6 +163,7 @@ FAULTS = {
     "twice": ("ClosedError", "a second time"),
     "one leaves": ("AgreementError", "rank 0 adds up the gradients of an elastic step, rank 1 begins a loop"),
     "not zeroed": ("ClosedError", "call optimizer.zero_grad()"),
+    "penalty before": ("ClosedError", "add a penalty to the loss of each"),
     "taken ahead": ("ClosedError", "before the backward of the one before"),
     "few": ("InvalidInputError", "at least 2"),
     "other steps": ("AgreementError", "micro_batches differs between ranks"),
