@@ -46,7 +46,7 @@ class Row:
 
     `has` counts the batches it is certain to get; of the `had` ones of this pass the largest had `size` samples, and
     `small` ones had much fewer. Of elastic step `step` it trained `micro` micro-batches that weigh `weight` together,
-    in `seconds` each; it takes `group` of them at once.
+    in `seconds` each; it takes `group` of them at once. `flags` is a digest, see there.
     """
 
     kind: float = STEP
@@ -68,6 +68,7 @@ class Row:
     weight: float = 0.0
     seconds: float = 0.0
     group: float = 1.0
+    flags: float = 0.0
 
     def numbers(self) -> tuple[float, ...]:
         """The row of the table."""

@@ -35,6 +35,7 @@ import torch
 from shardqueue.agreement import PATIENCE, SUMS, TURN, Row, world
 from shardqueue.batches import batch_of, batch_samples, joined, known_samples
 from shardqueue.errors import AgreementError, ClosedError, InvalidInputError
+from shardqueue.flags import Flags
 from shardqueue.flat import broadcast_module
 from shardqueue.gradients import Gradients
 from shardqueue.lockstep import course_of, lockstep_of, shares
@@ -121,6 +122,7 @@ class Elastic:
         self._groups = [group] * self._ranks.size
         self._rows: list[Row] = []
         self._meanwhile = math.inf
+        self._flags = Flags()
 
     def steps(self, loader: Iterable[Any], limit: int | None = None) -> Generator[ElasticStep]:
         """The steps of one pass over a loader's dataset. Every rank must iterate them, to the same step.
@@ -360,14 +362,17 @@ class Elastic:
         row.micro, row.weight = float(step.micro_batches), step.weight
         row.seconds = (step.seconds + step.waited) / max(1, step.micro_batches)
         row.size = float(bool(said))
-        header, flags = ranks.begin(row), self.gradients.flags
+        flags = self.gradients.flags
+        row.flags = self._flags.digest(flags)
+        header = ranks.begin(row)
         try:
             self.gradients.launch()
             rows = header.rows()
             self._check(step, rows)
             counts = [int(row.micro) for row in rows]
             weight = sum(row.weight for row in rows)
-            self.gradients.finish(ranks.total(flags), weight, step.micro_batches, sum(counts))
+            total = self._flags.total(ranks, flags, rows)
+            self.gradients.finish(total, weight, step.micro_batches, sum(counts))
         except RuntimeError as error:
             raise ranks.lost(error) from error
         if any(row.size for row in rows):

@@ -114,6 +114,7 @@ FLOORS = {
     "gradients": 4,
     "assembly": 4,
     "ahead": 4,
+    "flags": 4,
     "replicas": 4,
     "batches": 4,
     "buffers": 4,
