@@ -1,7 +1,7 @@
 """What all ranks' flags come to, told in full only where they are not what they were.
 
-Each rank has a flag for each parameter with a gradient and each buffer that changed (see `gradients`). To sum them takes
-a round of messages, of which a step has two already. But from step to step they are the same: on ranks with a
+Each rank has a flag for each parameter with a gradient and each buffer that changed (see `gradients`). To sum them
+takes a round of messages, of which a step has two already. But from step to step they are the same: on ranks with a
 micro-batch those of last time, on the others none. A digest, which travels with what the ranks say anyway, tells.
 """
 
@@ -38,10 +38,8 @@ class Flags:
             PeerGoneError: a rank is gone.
         """
         with_some = sum(row.micro > 0 for row in rows)
-        usual, none = (
-            self.digest(self._usual),
-            self.digest([*[0.0] * (len(self._usual) - 1), *self._usual[-1:]]),
-        )
+        usual = self.digest(self._usual)
+        none = self.digest([*(0.0 for _ in self._usual[1:]), *self._usual[-1:]])
         if self._usual and all(row.flags == (usual if row.micro else none) for row in rows):
             return [*(with_some * flag for flag in self._usual[:-1]), len(rows) * self._usual[-1]]
         total = ranks.total(flags)

@@ -40,6 +40,7 @@ class Case:
         pauses: seconds that each rank adds to a micro-batch, by rank; the others none.
         later: the same from the middle of the first epoch on.
         group: micro-batches at once, by rank; the others one.
+        norm, branches: the model has batch norm, or a parameter that only some micro-batches use.
         weigh: by what a batch counts: its samples, or the sum of its last feature, as if that were tokens.
         limit: steps of a pass, at most.
         options: of the engine.
@@ -56,6 +57,7 @@ class Case:
     group: tuple[int, ...] = ()
     dtype: str = "float64"
     norm: bool = False
+    branches: bool = False
     weigh: str = "samples"
     limit: int | None = None
     context: str = "fork"
@@ -95,9 +97,24 @@ class Rows(Dataset[Any]):
         return row, self.inputs[row], self.targets[row]
 
 
+class Branching(torch.nn.Module):
+    """A parameter that only some micro-batches use: often no rank does, or not all do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always = torch.nn.Linear(FEATURES, 1)
+        self.sometimes = torch.nn.Parameter(torch.ones(FEATURES))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.always(inputs)
+        return found + (inputs * self.sometimes).sum(1, keepdim=True) if inputs[0, 0] > 1 else found
+
+
 def model_of(case: Case, seed: int = 0) -> torch.nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
+        if case.branches:
+            return Branching().to(getattr(torch, case.dtype))
         norm = [torch.nn.BatchNorm1d(8)] if case.norm else []
         model = torch.nn.Sequential(
             torch.nn.Linear(FEATURES, 8), *norm, torch.nn.Tanh(), torch.nn.Linear(8, 1)

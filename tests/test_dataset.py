@@ -63,7 +63,7 @@ class Killable(DataLoader[Any]):
 
     def _get_iterator(self) -> Any:
         iterator: Any = super()._get_iterator()
-        self._at_its_end = getattr(iterator, "_workers_done_event", None)
+        self._at_its_end: Any = getattr(iterator, "_workers_done_event", None)
         return iterator
 
     def kill(self, worker: int) -> None:

@@ -86,6 +86,7 @@ def test_the_parameters_of_one_process(ranks: Up, size: int, tmp_path: Path) -> 
         Case(rows=331, micro_batches=8, pauses=slow, later=slow[::-1], dtype="float32"),
         Case(rows=100, batch=3, micro_batches=5, epochs=2, weigh="tokens"),
         Case(rows=331, micro_batches=8, limit=7),
+        Case(rows=200, micro_batches=4, branches=True, pauses=slow),
     ]
     run(ranks, size, cases, tmp_path)
 
