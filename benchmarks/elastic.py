@@ -116,12 +116,13 @@ class Elasticity:
             self._traffic(name, work, found["elastic"], request)
 
     def equal(self) -> None:
-        """Four equal ranks."""
-        work = Work(16, 12, EQUAL)
-        name = "4 equal ranks of 20 ms, M = 16"
-        found, request = self._turns(name, SIDES, work, 2 if self.quick else 10)
-        self._compare(name, work, found, 0.97)
-        self._traffic(name, work, found["elastic"], request)
+        """Equal ranks: as many as cores, and twice as many, which wait for a core as well."""
+        for ranks, reach in ((2, 0.97), (4, None)):
+            work = Work(4 * ranks, 12, EQUAL[:ranks])
+            name = f"{ranks} equal ranks of 20 ms, M = {4 * ranks}"
+            found, request = self._turns(name, SIDES, work, 2 if self.quick else 6)
+            self._compare(name, work, found, reach)
+            self._traffic(name, work, found["elastic"], request)
 
     # -- who takes the next one --------------------------------------------------------------------------
 

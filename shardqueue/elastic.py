@@ -272,28 +272,16 @@ class Elastic:
             return [step.begun if step.begun is not None else stock.fetch_promised()]
         began = looked = clock.monotonic()
         waited, known, since, pause = 0.0, -1, began, SOON
-        while True:
+        while self.tokens.seen:
             now, ready = clock.monotonic(), stock.in_hand
-            scarce = stock.assured > step.after
-            sure = ready > 0 and self._is_sure(scarce)
-            left = self.tokens.seen if sure else self.tokens.left()
-            if not left:
-                break
-            if left != known:
-                known, since = left, now
-            wanted = self.group if sure else 0
-            if ready and not sure:
-                wanted = turn(
-                    self._ranks.rank,
-                    left,
-                    self._speeds.seconds,
-                    need=step.needed,
-                    own=step.micro_batches,
-                    elapsed=now - step.began,
-                    stale=now - since,
-                    groups=self._groups,
-                    scarce=scarce,
-                )
+            wanted = self._wanted(step, self.tokens.seen - self._meanwhile, now) if ready else 0
+            if not wanted:  # that depends on how many are left
+                left = self.tokens.left()
+                if not left:
+                    break
+                if left != known:
+                    known, since = left, now
+                wanted = self._wanted(step, left, now, now - since) if ready else 0
             got = self.tokens.take(min(wanted, ready))
             if got:
                 self._note_wait(step, waited, now - began)
@@ -313,13 +301,27 @@ class Elastic:
         self._note_wait(step, waited, clock.monotonic() - began)
         return []
 
-    def _is_sure(self, scarce: bool) -> bool:
-        """Whether it is this rank's turn however many tokens are left, so that it need not look first."""
+    def _wanted(self, step: ElasticStep, left: float, now: float, stale: float = 0.0) -> int:
+        """How many tokens to take if so many are left; of a number below 1, if so many may be."""
+        scarce = step.stock.assured > step.after
         seconds = self._speeds.seconds
         own = seconds[self._ranks.rank]
-        if own is None or scarce:
-            return True
-        return self.group == 1 and all(one is None or own <= one for one in seconds)
+        fastest = self.group == 1 and own is not None and all(one is None or own <= one for one in seconds)
+        if own is None or scarce or fastest:
+            return self.group
+        if left < 1:
+            return 0
+        return turn(
+            self._ranks.rank,
+            int(left),
+            seconds,
+            need=step.needed,
+            own=step.micro_batches,
+            elapsed=now - step.began,
+            stale=stale,
+            groups=self._groups,
+            scarce=scarce,
+        )
 
     def _note_wait(self, step: ElasticStep, waited: float, idle: float) -> None:
         self.session.waited(waited)
