@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from shardqueue.agreement import PATIENCE, SUMS, TURN, Row, world
+from shardqueue.assembly import is_of_a_group
 from shardqueue.batches import batch_of, batch_samples, joined, known_samples
 from shardqueue.errors import AgreementError, ClosedError, InvalidInputError
 from shardqueue.flags import Flags
@@ -237,7 +238,10 @@ class Elastic:
         step = self._step_now = ElasticStep(self, stock, agreed, needed, after)
         step.reserved, step.begun = bool(reserved), begun
         self.gradients.begin()
-        yield step
+        try:
+            yield step
+        finally:
+            self._step_now = None
         step.check_reduced()
         if last:
             lockstep.check_units(dataset, stock, course.total, self._rows)
@@ -303,7 +307,7 @@ class Elastic:
 
     def _wanted(self, step: ElasticStep, left: float, now: float, stale: float = 0.0) -> int:
         """How many tokens to take if so many are left; of a number below 1, if so many may be."""
-        scarce = step.stock.assured > step.after
+        scarce = step.stock.assured > step.after  # then the data may end within this step
         seconds = self._speeds.seconds
         own = seconds[self._ranks.rank]
         fastest = self.group == 1 and own is not None and all(one is None or own <= one for one in seconds)
@@ -320,7 +324,6 @@ class Elastic:
             elapsed=now - step.began,
             stale=stale,
             groups=self._groups,
-            scarce=scarce,
         )
 
     def _note_wait(self, step: ElasticStep, waited: float, idle: float) -> None:
@@ -376,6 +379,8 @@ class Elastic:
             total = self._flags.total(ranks, flags, rows)
             self.gradients.finish(total, weight, step.micro_batches, sum(counts))
         except RuntimeError as error:
+            if not is_of_a_group(error):
+                raise
             raise ranks.lost(error) from error
         if any(row.size for row in rows):
             step.said = ranks.gather(said)

@@ -235,7 +235,7 @@ class Learner:
         """What it trained so far."""
         text = self.path.read_text() if self.path.exists() else ""
         found = []
-        for line in text.splitlines():
+        for line in text[: text.rfind("\n") + 1].splitlines():  # the last one may still be being written
             when, unit, attempt, index, value = line.split()
             found.append(Line(float(when), self.pid, int(attempt), (unit, int(index)), int(value)))
         return found

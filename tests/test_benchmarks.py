@@ -50,6 +50,7 @@ def test_lockstep_trains_every_row_that_plain_ddp_trains() -> None:
     assert sum(row["unit"] == "x plain" for row in rows) == 3
 
 
+@pytest.mark.full
 def test_to_lose_nothing_costs_what_is_promised() -> None:
     """In virtual time, so the same numbers on every machine."""
     rows = rows_of("recovery", "--only", "requests")

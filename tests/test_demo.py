@@ -1010,6 +1010,7 @@ def elastic_demo(folder: Path, *arguments: str) -> list[str]:
     return [sys.executable, "-m", "shardqueue", "demo", "--regime", "elastic", *arguments, "--json", file]
 
 
+@pytest.mark.full
 def test_the_quick_elastic_demo(tmp_path: Path) -> None:
     """Four real ranks; how fast they are here is not judged, and what they trained is."""
     environment = {**os.environ, "TMPDIR": str(tmp_path)}

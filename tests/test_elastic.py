@@ -76,7 +76,7 @@ def run(ranks: Up, size: int, cases: list[Case], folder: Path) -> list[list[Told
     return found
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.full), 2, 3])
 def test_the_parameters_of_one_process(ranks: Up, size: int, tmp_path: Path) -> None:
     """Twenty steps and more, with a tail step, sizes that differ, a slow rank, and rates that change half-way."""
     slow = (0.0,) * (size - 1) + (0.004,)
@@ -130,8 +130,10 @@ def test_buffers_are_those_of_all(ranks: Up, tmp_path: Path) -> None:
     assert told[0].digest == told[1].digest
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("size", "workers"),
+    [(3, 0), (2, 2), *(pytest.param(*one, marks=pytest.mark.full) for one in ((2, 0), (3, 2)))],
+)
 def test_any_plan(ranks: Up, size: int, workers: int, tmp_path: Path) -> None:
     """One unit of everything, units of which nobody knows the size, fewer batches than a step has, one a rank."""
     jobs = [("one", 14, 5, workers), ("unknown", 17, 4, workers), ("tapered", 9, 20, workers)]

@@ -23,6 +23,7 @@ STEPS = [[[4, 0], [2, 11], [5, 3]], [[6, 7], [10, 1], [8, 9]]]
 """All rows of that work, in some order."""
 
 
+@pytest.mark.full
 def test_the_policy_is_as_good_as_promised() -> None:
     """In virtual time, so the same numbers on every machine: a reach that is missed fails."""
     (row,) = rows_of("--only", "policy", "--strict")

@@ -189,6 +189,7 @@ def is_out_of_work(restarts: Restarts) -> bool:
     return any(log.newest.totals.batches and not log.newest.held for log in logs)
 
 
+@pytest.mark.full
 def test_a_task_is_preempted_and_comes_back(restarts: Restarts) -> None:
     """In the middle of its 14th step, with a checkpoint of ten; the others have work when it is back."""
     tasks = others(restarts)

@@ -67,7 +67,10 @@ def before(every: list[Told], step: int) -> Counter[int]:
 
 @pytest.mark.parametrize(
     ("size", "each", "steps", "counting"),
-    [(3, 4, (3, 8, 9, 12), ()), (1, 6, (3, 9), (SharedQueueCallback,))],
+    [
+        (3, 4, (3, 8, 9, 12), ()),
+        pytest.param(1, 6, (3, 9), (SharedQueueCallback,), marks=pytest.mark.full),
+    ],
 )
 def test_every_sample_once(
     ranks: Up, tmp_path: Path, size: int, each: int, steps: tuple[int, ...], counting: tuple[Any, ...]
