@@ -40,7 +40,7 @@ def test_every_case_ends_with_rows_of_one_form() -> None:
         "engine": 2.3,
         "Trainer": 2.25,
         "4 ranks 40/40/80/160 ms": 0.92,
-        "4 equal ranks of 20 ms": 0.97,
+        "2 equal ranks of 20 ms": 0.97,
     }
     cases = [row["case"] for row in rows]
     for reported in ("requests to the store", "mailbox", "steps until within", "hidden in backward"):
