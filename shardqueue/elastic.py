@@ -44,7 +44,7 @@ from shardqueue.replicas import refuse_model, signature
 from shardqueue.stock import Stock
 from shardqueue.tokens import Tokens
 from shardqueue.tracking import dataset_of
-from shardqueue.turns import Speeds, turn
+from shardqueue.turns import Speeds, is_sure, turn
 from shardqueue.units import check_flag, check_int
 
 if TYPE_CHECKING:
@@ -309,9 +309,7 @@ class Elastic:
         """How many tokens to take if so many are left; of a number below 1, if so many may be."""
         scarce = step.stock.assured > step.after  # then the data may end within this step
         seconds = self._speeds.seconds
-        own = seconds[self._ranks.rank]
-        fastest = self.group == 1 and own is not None and all(one is None or own <= one for one in seconds)
-        if own is None or scarce or fastest:
+        if is_sure(self._ranks.rank, seconds, self.group, scarce):
             return self.group
         if left < 1:
             return 0

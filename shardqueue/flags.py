@@ -25,6 +25,7 @@ class Flags:
 
     def __init__(self) -> None:
         self._usual: list[float] = []
+        self._digests = 0.0, 0.0
 
     @staticmethod
     def digest(flags: Sequence[float]) -> float:
@@ -38,11 +39,12 @@ class Flags:
             PeerGoneError: a rank is gone.
         """
         with_some = sum(row.micro > 0 for row in rows)
-        usual = self.digest(self._usual)
-        none = self.digest([*(0.0 for _ in self._usual[1:]), *self._usual[-1:]])
+        usual, none = self._digests
         if self._usual and all(row.flags == (usual if row.micro else none) for row in rows):
             return [*(with_some * flag for flag in self._usual[:-1]), len(rows) * self._usual[-1]]
         total = ranks.total(flags)
         alike = len({row.flags for row in rows if row.micro}) == 1
         self._usual = [*(flag / with_some for flag in total[:-1]), flags[-1]] if alike else []
+        nothing = [*(0.0 for _ in self._usual[1:]), *self._usual[-1:]]
+        self._digests = self.digest(self._usual), self.digest(nothing)
         return total

@@ -137,11 +137,11 @@ class Stock(Supply):
     def _begin_own(self) -> None:
         """From here on this process claims for itself."""
         self._items = None
-        self._from_loader = self.taken
+        self._from_loader = self._taken
         self._begin_tail()
 
     def _tail_allowance(self) -> Allowance:
-        own = self.taken - self._from_loader
+        own = self._taken - self._from_loader
         return (
             Allowance(own, final=True)
             if self.at_end and self._closed

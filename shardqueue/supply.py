@@ -38,7 +38,6 @@ class Supply:
 
     Attributes:
         stage, number: of the pass.
-        taken: items the loop had of it.
         at_end: the loop has all it gets.
     """
 
@@ -53,7 +52,7 @@ class Supply:
         self._session, self._dataset, self._loader = session, dataset, loader
         self.pass_, self._share = pass_, share
         self.stage, self.number, self.at_end = dataset.stage, dataset.next_pass, False
-        self.taken = self._from_loader = 0
+        self._taken = self._from_loader = 0
         self._tail_key = seat(pass_, TAIL)
         self._tail: Feed | None = None
         self._lifted = self._cut = self._closed = False
@@ -66,7 +65,7 @@ class Supply:
     @property
     def assured(self) -> int:
         """How many more batches will come, for sure."""
-        return max(0, self._committed - self.taken)
+        return max(0, self._committed - self._taken)
 
     @property
     def _committed(self) -> int:
@@ -115,11 +114,11 @@ class Supply:
         """The next item; None when there is none, or (not `wait`) none yet past the loader."""
         if self._items is not None:
             for item in self._items:
-                self.taken += 1
+                self._taken += 1
                 return item
             self._items = None
-            self._from_loader = self.taken
-            if self._lifted or self._share == self.taken:
+            self._from_loader = self._taken
+            if self._lifted or self._share == self._taken:
                 return None
             self._begin_tail()
         return self._from_tail(wait)
@@ -133,7 +132,7 @@ class Supply:
         item = self.fetch(wait=True)
         if item is None:
             raise LoadError(
-                f"the loader ended after {self.taken} batches, but this rank had claimed more; nothing between the "
+                f"the loader ended after {self._taken} batches, but this rank had claimed more; nothing between the "
                 "dataset and track may drop batches"
             )
         return item
@@ -147,7 +146,7 @@ class Supply:
         self._tail.start()
 
     def _tail_allowance(self) -> Allowance:
-        return Allowance(None if self._share is None else self._share - self.taken, cut=self._cut)
+        return Allowance(None if self._share is None else self._share - self._taken, cut=self._cut)
 
     def _from_tail(self, wait: bool) -> Any:
         if self._tail is None:
@@ -159,7 +158,7 @@ class Supply:
             return None
         if pair is None:
             return None
-        self.taken += 1
+        self._taken += 1
         self._session.received(pair[0], self._session.clock.monotonic() - began)
         return as_item(self._loader, pair if self._dataset.with_step else pair[1])
 

@@ -131,12 +131,10 @@ def turn(
     """
     most = max(0, min(left, groups[rank] if groups else 1))
     mine = seconds[rank]
-    if mine is None or scarce:
+    if mine is None or is_sure(rank, seconds, most, scarce):
         return most
     slowest = max(one for one in seconds if one is not None)
     known = tuple(slowest if one is None else one for one in seconds)
-    if most == 1 and mine <= min(known):
-        return 1
     groups = groups or (1,) * len(known)
     waits, trust = _replayed(rank, left, known, need, own, elapsed, groups)
     others = [
@@ -150,6 +148,14 @@ def turn(
         if trust * theirs > left - take:
             return take - 1
     return most
+
+
+def is_sure(rank: int, seconds: Sequence[float | None], most: int, scarce: bool = False) -> bool:
+    """Whether a rank takes as many as it may, `most`, however many tokens are left; for the rest see `turn`."""
+    mine = seconds[rank]
+    if mine is None or scarce:
+        return True
+    return most == 1 and all(one is None or mine <= one for one in seconds)
 
 
 @lru_cache(maxsize=64)

@@ -75,5 +75,6 @@ def rows_of(benchmark: str, *arguments: str) -> list[dict[str, Any]]:
     lines = ended.stdout.splitlines()
     found = json.loads(lines[-1])
     assert found["benchmark"] == benchmark
-    assert len(lines) == len(found["rows"]) + 2
+    assert all(row.keys() == {"case", "value", "unit", "reach", "against"} for row in found["rows"])
+    assert len(lines) == len(found["rows"]) + 2  # a heading, a line a row, and the JSON
     return list(found["rows"])

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from test_benchmarks import rows_of
 from torch.nn import functional
 
 from benchmarks import gpu_elastic
 from benchmarks.elastic import best, steps_until_close
 from benchmarks.elastic_ranks import EXACT, Work, alone, check, distance, model_of
 
-ROOT = Path(__file__).parents[1]
 WORK = Work(micro_batches=3, steps=2)
 STEPS = [[[4, 0], [2, 11], [5, 3]], [[6, 7], [10, 1], [8, 9]]]
 """All rows of that work, in some order."""
@@ -26,14 +22,14 @@ STEPS = [[[4, 0], [2, 11], [5, 3]], [[6, 7], [10, 1], [8, 9]]]
 @pytest.mark.full
 def test_the_policy_is_as_good_as_promised() -> None:
     """In virtual time, so the same numbers on every machine: a reach that is missed fails."""
-    (row,) = rows_of("--only", "policy", "--strict")
+    (row,) = rows_of("elastic", "--only", "policy", "--strict")
     assert row["case"].startswith("policy, virtual time")
     assert row["value"] >= row["reach"] == 0.97
 
 
 @pytest.mark.full
 def test_every_case_ends_with_rows_of_one_form() -> None:
-    rows = rows_of()
+    rows = rows_of("elastic")
     reaches = {row["case"].partition(",")[0]: row["reach"] for row in rows if row["reach"] is not None}
     assert reaches == {
         "policy": 0.97,
@@ -94,18 +90,5 @@ def test_without_a_gpu_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.full
 def test_the_gpu_benchmark_runs_on_the_cpu() -> None:
-    rows = rows_of("--device", "cpu", benchmark="gpu_elastic")
+    rows = rows_of("gpu_elastic", "--device", "cpu")
     assert [row["unit"] for row in rows] == ["x", "x", "1e-6", "1e-6", "x DDP", "x DDP"]
-
-
-def rows_of(*arguments: str, benchmark: str = "elastic") -> list[dict[str, Any]]:
-    """Run the quick form; return its rows if nothing was WRONG."""
-    command = [sys.executable, "-m", f"benchmarks.{benchmark}", "--quick", *arguments]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    lines = ended.stdout.splitlines()
-    found = json.loads(lines[-1])
-    assert found["benchmark"] == benchmark
-    assert all(row.keys() == {"case", "value", "unit", "reach", "against"} for row in found["rows"])
-    assert len(lines) == len(found["rows"]) + 2  # a heading, a line a row, and the JSON
-    return list(found["rows"])

@@ -1,9 +1,9 @@
 """`SharedQueueDataModule`: a Lightning Trainer's data, shared out through a queue.
 
 Training goes in lockstep (see `lockstep`): the ranks of any strategy get as many batches; under an `ElasticStrategy`
-they share out each step's batches by their speed. Validation, test and
-prediction go by speed: every sample once, on one rank, and nobody waits for the slowest before the end; where the
-strategy has collectives in forward, the ranks take as many steps and the surplus ones are discarded.
+they share out each step's batches by their speed. Validation, test and prediction go by speed: every sample once, on
+one rank, and nobody waits for the slowest before the end; where the strategy has collectives in forward, the ranks
+take as many steps and the surplus ones are discarded.
 
 A run opens at the first batch that is asked for, when Lightning has restored its state and all ranks are there. The
 loops that are only tried out (`fast_dev_run`, the sanity check, `overfit_batches`) have a run of their own, which is
