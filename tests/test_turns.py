@@ -262,6 +262,12 @@ class TestATurn:
         assert turn(rank, left, seconds, stale=long, **others) == most
         assert turn(rank, left, seconds, scarce=True, **others) == most
 
+    def test_a_pause_of_the_fast_has_no_slow_one_begin(self) -> None:
+        """What the fast should have taken long ago is waited for, up to a part of what the slow one would take."""
+        others: dict[str, Any] = {"need": 9, "own": 1, "elapsed": 60.0}
+        assert turn(1, 3, (10.0, 400.0), stale=50.0, **others) == 0
+        assert turn(1, 3, (10.0, 400.0), stale=150.0, **others) == 1
+
     def test_by_hand(self) -> None:
         """At 40 the fast rank has begun its fifth: by 80, when the slow one would be done, it has done three more."""
         assert turn(1, 3, (10.0, 40.0), need=9, own=1, elapsed=40.0) == 0
