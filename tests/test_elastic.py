@@ -211,6 +211,14 @@ def test_going_on_in_the_middle_with_others(ranks: Up, tmp_path: Path) -> None:
     assert rows == Counter(2 * list(range(90)))
 
 
+def test_going_on_with_fewer_batches_than_ranks(ranks: Up, tmp_path: Path) -> None:
+    """Two batches for three ranks, and the epoch after them whole."""
+    first = ranks(2).run(in_part, str(tmp_path), [], 43, 1, 1)
+    second = ranks(3).run(in_part, str(tmp_path), [first[0][1]], 4, None, 2)
+    rows = Counter(row for part in (first, second) for steps, _ in part for step in steps for row in step)
+    assert rows == Counter(2 * list(range(90)))
+
+
 def test_the_log_tells_what_made_each_step(ranks: Up, tmp_path: Path) -> None:
     """Steps cannot be repeated from run to run: what they were made of is on record, and the audit agrees with it."""
     case = Case(rows=96, micro_batches=8, pauses=(0.0, 0.003))
