@@ -220,6 +220,7 @@ class Assembly:
         self.agree({"state": state, **settings, "pass": dataset.pass_name(number), "plan": signature})
         if self.session.joined is None:
             self.open(dataset.plan, dataset.stage, run)
+        self.session.asks()
         return dataset.pass_name(number)
 
     def check_alone(self, supply: Supply) -> None:

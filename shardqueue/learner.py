@@ -325,6 +325,11 @@ class Book:
         kept = [handed for handed in self._handed if seat(handed.step.pass_, handed.step.worker) != key]
         self._handed = kept
 
+    def unhand(self, key: str) -> None:
+        """What is in hand of a seat went to a wrapper, not to the loop, and so did the waiting for it."""
+        self.waited -= sum(h.waited for h in self._handed if seat(h.step.pass_, h.step.worker) == key)
+        self.drop(key)
+
     def pages(self, wall: float, elapsed: float, rate: float) -> list[LogPage]:
         """Return the pages that have to be written now: full ones, then the current one, which is the last."""
         if len(self._spans) >= PAGE_SPANS:

@@ -273,6 +273,7 @@ class Session:
             crew.drained = True
 
     def _tracked(self, iterator: Iterator[T], steps_in: Callable[[object], list[Step]]) -> Iterator[T]:
+        self.asks()
         while True:
             self._notice.away = False
             if self._notice.noticed:
@@ -329,7 +330,7 @@ class Session:
         elif not source.tracked:
             source.tracked = True
             with self.lock:
-                self._book.drop(key)
+                self._book.unhand(key)
         return source
 
     def _warn_untracked(self) -> None:
@@ -714,8 +715,13 @@ class Session:
         with self.lock:
             self._book.waited += seconds
 
+    def asks(self) -> None:
+        """The loop asks for a batch; with the first one its clock starts."""
+        with self.lock:
+            self._rolling.start(self.clock.monotonic())
+
     def came_back(self) -> None:
-        """The loop asks for the next batch."""
+        """The loop asks for the next batch, and is done with the one before."""
         forgotten = False
         self._untold += self._passing
         self._passing = []

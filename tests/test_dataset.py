@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from learners import Clock, given_back, last_page, pages, until
 from learners import dataset as whole
-from learners import given_back, last_page, pages, until
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
 
 from shardqueue import Session, SharedQueueDataset, Step, Unit, open_mailbox, unit_grid
@@ -155,6 +155,20 @@ def test_tracked_items_may_be_dataclasses(queue: str) -> None:
         for _ in session.track(Item(step, batch) for step, batch in loader_of(dataset)):
             session.step()
         assert session.rates.batches == 4
+
+
+def test_the_wait_for_the_first_batch_is_part_of_the_time_since_it_was_asked_for(queue: str) -> None:
+    clock = Clock()
+
+    def slow(unit: Unit) -> Iterator[tuple[int, torch.Tensor]]:
+        clock.forward(1000)
+        yield from load(unit)
+
+    with Session(queue, clock=clock) as session:
+        dataset = SharedQueueDataset(unit_grid(3, 3, taper=False), queue, slow)
+        assert len(drain(loader_of(dataset), session)) == 3
+        assert session.rates.waited >= 1000
+        assert session.rates.wait_fraction <= 1
 
 
 def test_every_worker_claims(queue: str) -> None:
