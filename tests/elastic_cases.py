@@ -20,6 +20,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from shardqueue import Session, SharedQueueDataset, open_mailbox
 from shardqueue.elastic import Elastic
+from shardqueue.errors import MailboxUnavailableError
+from shardqueue.mailbox.faults import Outage
 from shardqueue.records import Manifest, RunKeys
 from shardqueue.tokens import Tokens
 
@@ -299,6 +301,39 @@ def with_one_held(rank: int, mailbox: str, folder: Path, who: int, pauses: tuple
 
 
 # -- faults ------------------------------------------------------------------------------------------------
+
+
+class Refusing(Outage):
+    """Comes back by itself once it has refused a number of calls; `refused` counts them."""
+
+    refused, patience = 0, 2
+
+    def _around(self, verb: str, name: str, forward: Callable[[], Any]) -> Any:
+        try:
+            return super()._around(verb, name, forward)
+        except MailboxUnavailableError:
+            self.refused += 1
+            if self.refused == self.patience:
+                self.up()
+            raise
+
+
+def through_an_outage(rank: int, mailbox: str) -> tuple[list[lockstep_cases.Value], int]:
+    """The mailbox of rank 1 is away in the middle of an epoch; what was trained, and calls that were refused."""
+    joined(rank)
+    store = Refusing(open_mailbox(mailbox))
+    case = lockstep_cases.Case("equal", 120)
+    dataset = lockstep_cases.dataset_of(case, store, f"rank-{rank}")
+    loader, model, values = lockstep_cases.loader_of(dataset, case), Anything(), []
+    with Session(store, f"rank-{rank}") as session:
+        elastic = Elastic(session, model, 6)
+        for step in elastic.steps(loader):
+            values += one_step(step, model)
+            session.step(samples=step.samples)
+            if rank and step.number == 3:
+                store.down()
+        elastic.close()
+    return values, store.refused
 
 
 def load_objects(unit: Any) -> Iterator[tuple[int, object]]:

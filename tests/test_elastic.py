@@ -18,6 +18,7 @@ from elastic_cases import (
     broken_off_and_again,
     in_part,
     shared_out,
+    through_an_outage,
     trained,
     with_a_fault,
     with_one_held,
@@ -154,6 +155,12 @@ def test_waiting_for_data_ends_with_the_step(ranks: Up, who: int, tmp_path: Path
     counts = ranks(2).run(with_one_held, str(tmp_path / "queue"), tmp_path, who, pauses)
     assert [sum(step) for step in zip(*counts, strict=True)] == [6] * 10
     assert counts[1 - who].count(6) >= 2, counts
+
+
+def test_an_outage_in_the_middle_is_sat_out(ranks: Up, tmp_path: Path) -> None:
+    told = ranks(2).run(through_an_outage, str(tmp_path / "queue"))
+    assert Counter(value for values, _ in told for value in values) == whole(LockstepCase("equal", 120))
+    assert [refused >= 2 for _, refused in told] == [False, True]
 
 
 FAULTS = {
