@@ -102,6 +102,12 @@ def _status() -> _Command:
     return command
 
 
+def _timeline() -> _Command:
+    from shardqueue.timeline import command
+
+    return command
+
+
 def _audit() -> _Command:
     from shardqueue.audit import command
 
@@ -112,6 +118,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[], _Command]]] = {
     "demo": ("see the difference: unequal processes, equal shares and shares by speed", _demo),
     "doctor": ("can this store hold a queue? what is wrong, and what does a plan cost?", _doctor),
     "status": ("who trains in the run at URL, how fast, and how far is it?", _status),
+    "timeline": ("who worked on what and when? in the terminal, as a picture or a page", _timeline),
     "audit": ("was each batch trained once? who broke it, and when?", _audit),
     "simulate": ("how would a plan go on these nodes? in virtual time", _simulate),
     "clean": ("remove the records of finished runs; says what would go, first", _clean),

@@ -87,6 +87,7 @@ def test_a_wrong_argument_ends_with_2(capsys: pytest.CaptureFixture[str]) -> Non
     assert "dmeo" in capsys.readouterr().err
 
 
+@pytest.mark.torch
 def test_an_error_is_one_line_on_stderr_and_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--json", str(tmp_path / "absent" / "demo.json")]) == 2
     captured = capsys.readouterr()
@@ -109,6 +110,7 @@ print(main(["demo", "--nodes", "1,fast"]), "torch" in sys.modules)
     assert ended.stderr.count("\n") == 1
 
 
+@pytest.mark.torch
 def test_every_option_of_the_demo_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from shardqueue.demo import stage
     from shardqueue.demo.options import FULL, QUICK, mixed

@@ -22,7 +22,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from shardqueue.demo import arithmetic, command, live, node, picture, report, timeline
+from shardqueue.demo import arithmetic, command, live, node, picture, report
 from shardqueue.demo.document import Document, Record, computed, encode, ratios, verdict
 from shardqueue.demo.elastic import document as elastic
 from shardqueue.demo.elastic import options as elastic_options
@@ -35,6 +35,7 @@ from shardqueue.demo.stage import run
 from shardqueue.demo.text import HELD_OUT_EVERY, loader, read_corpus, rows_of, windows
 from shardqueue.errors import InvalidInputError, MailboxError, ShardQueueError
 from shardqueue.simulate import Node
+from shardqueue.timeline import strips
 from shardqueue.units import Unit
 
 if TYPE_CHECKING:
@@ -285,41 +286,41 @@ def test_speeds_are_read_and_shown_as_people_write_them() -> None:
 
 
 def test_a_cell_is_the_fraction_of_its_time_that_was_busy() -> None:
-    scale = timeline.Scale(seconds=8.0, cells=4)
-    assert timeline.busy([], scale) == [0.0] * 4
-    assert timeline.busy([(0.0, 2.0), (3.0, 4.5)], scale) == [1.0, 0.5, 0.25, 0.0]
-    assert timeline.busy([(1.5, 2.5), (2.5, 8.0)], scale) == [0.25, 1.0, 1.0, 1.0]
-    assert timeline.busy([(7.0, 9.0)], scale) == [0.0, 0.0, 0.0, 0.5], "what is past the scale is not seen"
+    scale = strips.Scale(seconds=8.0, cells=4)
+    assert strips.busy([], scale) == [0.0] * 4
+    assert strips.busy([(0.0, 2.0), (3.0, 4.5)], scale) == [1.0, 0.5, 0.25, 0.0]
+    assert strips.busy([(1.5, 2.5), (2.5, 8.0)], scale) == [0.25, 1.0, 1.0, 1.0]
+    assert strips.busy([(7.0, 9.0)], scale) == [0.0, 0.0, 0.0, 0.5], "what is past the scale is not seen"
 
 
 def test_a_row_ends_with_its_phase_and_shades_its_cells() -> None:
-    scale = timeline.Scale(seconds=8.0, cells=4)
+    scale = strips.Scale(seconds=8.0, cells=4)
     spans = [(0.0, 2.0), (3.0, 4.5)]
-    assert timeline.row(spans, 8.0, scale, timeline.BLOCKS) == "█▒░·"
-    assert timeline.row(spans, 4.5, scale, timeline.BLOCKS) == "█▒░"
-    assert timeline.row(spans, 8.0, scale, timeline.ASCII) == "#+-."
-    shades = [timeline.ASCII.shade(fraction) for fraction in (0.0, 0.12, 0.13, 0.5, 0.87, 0.88, 1.0)]
+    assert strips.row(spans, 8.0, scale, strips.BLOCKS) == "█▒░·"
+    assert strips.row(spans, 4.5, scale, strips.BLOCKS) == "█▒░"
+    assert strips.row(spans, 8.0, scale, strips.ASCII) == "#+-."
+    shades = [strips.ASCII.shade(fraction) for fraction in (0.0, 0.12, 0.13, 0.5, 0.87, 0.88, 1.0)]
     assert "".join(shades) == "..-+*##"
 
 
 def test_a_line_across_the_rows_takes_no_cell_away() -> None:
-    scale = timeline.Scale(seconds=8.0, cells=4)
+    scale = strips.Scale(seconds=8.0, cells=4)
     assert [scale.border(moment) for moment in (0.0, 0.9, 1.1, 3.1, 8.0, 99.0)] == [0, 0, 1, 2, 4, 4]
-    assert timeline.crossed("█▒░·", 2, "│") == "█▒│░·"
-    assert timeline.crossed("█", 3, "│") == "█  │"
+    assert strips.crossed("█▒░·", 2, "│") == "█▒│░·"
+    assert strips.crossed("█", 3, "│") == "█  │"
 
 
 def test_labels_end_at_their_columns_or_begin_there_or_are_left_out() -> None:
-    limit, start = timeline.Label(9, "limit ┘", "└ limit"), timeline.Label(0, "0", "0")
-    assert timeline.axis([limit, start, timeline.Label(19, "8 s", "")], 20) == "0  limit ┘       8 s"
-    early = timeline.Label(3, "limit ┘", "└ limit")
-    assert timeline.axis([early, start, timeline.Label(11, "8 s", "")], 12) == "0  └ limit"
+    limit, start = strips.Label(9, "limit ┘", "└ limit"), strips.Label(0, "0", "0")
+    assert strips.axis([limit, start, strips.Label(19, "8 s", "")], 20) == "0  limit ┘       8 s"
+    early = strips.Label(3, "limit ┘", "└ limit")
+    assert strips.axis([early, start, strips.Label(11, "8 s", "")], 12) == "0  └ limit"
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "no-such-encoding"])
 def test_an_encoding_without_blocks_gets_ascii(encoding: str) -> None:
-    assert timeline.glyphs(encoding) is timeline.ASCII
-    assert timeline.glyphs("utf-8") is timeline.BLOCKS
+    assert strips.glyphs(encoding) is strips.ASCII
+    assert strips.glyphs("utf-8") is strips.BLOCKS
 
 
 def shown(written: Document, encoding: str = "utf-8", width: int = 80) -> str:
@@ -380,14 +381,14 @@ def test_long_batches_are_told() -> None:
 
 def test_the_live_view_fits_80_columns_and_says_who_waits() -> None:
     slows = mixed(QUICK, QUICK.speeds, slows=True)
-    text = live.view(slows, "fixed split", [56, 28, 0, 5], 80, timeline.BLOCKS).plain.splitlines()
+    text = live.view(slows, "fixed split", [56, 28, 0, 5], 80, strips.BLOCKS).plain.splitlines()
     assert text[0] == "fixed split: 89 of 224 batches, about 9 s"
     assert all(len(line) <= 80 for line in text)
     assert text[1].startswith("A 1 -> 1/4 ██████")
     assert text[1].endswith("█ 56 of 56, waits")
     assert text[2].count("█") == text[2].count("·")
     assert text[3].endswith("· 0 of 56")
-    text = live.view(slows, "shared queue", [56, 28, 28, 999], 80, timeline.ASCII).plain.splitlines()
+    text = live.view(slows, "shared queue", [56, 28, 28, 999], 80, strips.ASCII).plain.splitlines()
     assert text[0] == "shared queue: 1111 of 224 batches, about 5 s"
     assert all(len(line) <= 80 for line in text)
     assert text[2].count("#") == text[3].count("#") > 0
@@ -966,10 +967,10 @@ def test_the_file_of_elastic_steps_reads_back_and_has_one_micro_batch_a_line() -
 
 def test_the_live_view_has_the_regimes_own_phases() -> None:
     quick = elastic_options.QUICK
-    text = live.view(quick, "DDP", [72, 36, 36, 9], 80, timeline.BLOCKS).plain.splitlines()
+    text = live.view(quick, "DDP", [72, 36, 36, 9], 80, strips.BLOCKS).plain.splitlines()
     assert text[0] == "DDP: 153 of 288 batches, about 6 s"
     assert text[1].endswith("█ 72 of 72, waits")
-    text = live.view(quick, "elastic steps", [64, 32, 32, 16], 80, timeline.BLOCKS).plain.splitlines()
+    text = live.view(quick, "elastic steps", [64, 32, 32, 16], 80, strips.BLOCKS).plain.splitlines()
     assert text[0] == "elastic steps: 144 of 288 batches, about 3 s"
     assert text[2].count("█") == text[3].count("█") == pytest.approx(text[1].count("█") / 2, abs=1)
 

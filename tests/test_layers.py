@@ -154,6 +154,7 @@ FLOORS = {
     "status.observing": 5,
     "status.passes": 5,
     "status.report": 5,
+    "status.runs": 5,
     "status.screens": 5,
     "status.spending": 5,
     "status.standing": 5,
@@ -179,7 +180,6 @@ FLOORS = {
     "demo.service": 5,
     "demo.stage": 5,
     "demo.text": 5,
-    "demo.timeline": 5,
     "doctor": 5,
     "doctor.belongings": 5,
     "doctor.command": 5,
@@ -202,6 +202,22 @@ FLOORS = {
     "simulate.show": 5,
     "simulate.steps": 5,
     "terminal": 5,
+    "timeline": 5,
+    "timeline.chains": 5,
+    "timeline.chart": 5,
+    "timeline.command": 5,
+    "timeline.document": 5,
+    "timeline.lanes": 5,
+    "timeline.logs": 5,
+    "timeline.making": 5,
+    "timeline.page": 5,
+    "timeline.panels": 5,
+    "timeline.picture": 5,
+    "timeline.processes": 5,
+    "timeline.reading": 5,
+    "timeline.strips": 5,
+    "timeline.terminal": 5,
+    "timeline.words": 5,
     # 6 doors
     "": 6,
     "cli": 6,
@@ -382,6 +398,7 @@ def test_the_public_names_on_folders_import_no_store_client() -> None:
     assert loaded.isdisjoint({*HEAVY, "s3fs", "botocore", "numpy"})
 
 
+@pytest.mark.torch
 def test_the_public_surface_is_what_can_be_imported() -> None:
     script = "import shardqueue\nfrom shardqueue import *\nassert set(shardqueue.__all__) <= set(globals())"
     assert "shardqueue" in loaded_by(script)

@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.text import Text
 
 from shardqueue.demo.options import labels
-from shardqueue.demo.timeline import glyphs
+from shardqueue.timeline.strips import glyphs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shardqueue.demo.arithmetic import Slowdown
-    from shardqueue.demo.timeline import Glyphs
+    from shardqueue.timeline.strips import Glyphs
 
 LINE_EVERY = 3.0
 """Seconds between two lines where there is no terminal."""

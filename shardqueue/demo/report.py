@@ -1,6 +1,6 @@
 """What the visitor sees at the end: every node's time as a timeline, then the numbers.
 
-Numbers come from `document`, cells from `timeline`; nothing is computed here. In a pipe the same text comes
+Numbers come from `document`, cells from `strips`; nothing is computed here. In a pipe the same text comes
 without colours, and where the encoding has no blocks, in ASCII.
 """
 
@@ -12,10 +12,10 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from shardqueue.demo import timeline
 from shardqueue.demo.document import SHARED_BELOW, spans
 from shardqueue.demo.live import PHASE_STYLES
 from shardqueue.demo.options import labels, shown_speed, shown_speeds
+from shardqueue.timeline import strips
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from shardqueue.demo.document import Computed, Document, Outcome
-    from shardqueue.demo.timeline import Glyphs, Scale
+    from shardqueue.timeline.strips import Glyphs, Scale
 
 WIDEST = 100
 
@@ -34,7 +34,7 @@ def show(
     """Print the result."""
     console.print(_headline(document), highlight=False)
     width = min(WIDEST, console.width)
-    for line in timelines(document, outcomes, width, timeline.glyphs(console.encoding)):
+    for line in timelines(document, outcomes, width, strips.glyphs(console.encoding)):
         console.print(line, no_wrap=True, overflow="crop", crop=True)
     console.print(table(document, outcomes))
     console.print(_explained(document, outcomes, paper), highlight=False)
@@ -52,14 +52,14 @@ def timelines(document: Document, outcomes: list[Outcome], width: int, glyphs: G
     named = labels(document["speeds"], document["slowdown"])
     indent = len(next(iter(named.values()))) + 2
     longest = max(outcomes[0].limit, *(outcome.makespan for outcome in outcomes))
-    scale = timeline.Scale(longest, max(10, width - indent - 1))
+    scale = strips.Scale(longest, max(10, width - indent - 1))
     lines = []
     for phase, outcome in zip(document["phases"], outcomes, strict=True):
         title = f"{outcome.name}: {outcome.makespan:.2f} s, {outcome.ratio:.2f} times the limit"
         lines.append(Text(title, style="bold"))
         for node, label in named.items():
-            row = timeline.row(spans(phase, node), outcome.makespan, scale, glyphs)
-            crossed = timeline.crossed(row, scale.border(outcome.limit), glyphs.line)
+            row = strips.row(spans(phase, node), outcome.makespan, scale, glyphs)
+            crossed = strips.crossed(row, scale.border(outcome.limit), glyphs.line)
             lines.append(Text(f" {label} ") + painted(crossed, PHASE_STYLES[outcome.name], glyphs))
     lines.append(Text(" " * indent + _axis(document, outcomes[0].limit, scale, glyphs)))
     return lines
@@ -77,14 +77,14 @@ def painted(row: str, style: str, glyphs: Glyphs) -> Text:
 def _axis(document: Document, limit: float, scale: Scale, glyphs: Glyphs) -> str:
     named = f"limit {limit:.2f} s"
     marks = [
-        timeline.Label(scale.border(limit), f"{named} {glyphs.corners[0]}", f"{glyphs.corners[1]} {named}")
+        strips.Label(scale.border(limit), f"{named} {glyphs.corners[0]}", f"{glyphs.corners[1]} {named}")
     ]
     slowdown = document["slowdown"]
     if slowdown is not None:
         named = f"{slowdown['node']} slows"
-        marks.append(timeline.Label(scale.border(slowdown["at"]), f"{named} ^", f"^ {named}"))
-    marks += [timeline.Label(0, "0", "0"), timeline.Label(scale.cells, f"{scale.seconds:.2f} s", "")]
-    return timeline.axis(marks, scale.cells + 1)
+        marks.append(strips.Label(scale.border(slowdown["at"]), f"{named} ^", f"^ {named}"))
+    marks += [strips.Label(0, "0", "0"), strips.Label(scale.cells, f"{scale.seconds:.2f} s", "")]
+    return strips.axis(marks, scale.cells + 1)
 
 
 def table(document: Document, outcomes: list[Outcome]) -> Table:

@@ -2,7 +2,7 @@
 
 A look is a listing of `runs/`, one of the run's `learners/`, a reading a process, and a page of a listing of `back/`
 for each pass that somebody is in. An `Observer` that looks again also sees which logs have changed since, which no
-clock can tell. Whatever is under the prefix and is not ours is an error that says what it is.
+clock can tell. `runs` says which run is meant.
 """
 
 from __future__ import annotations
@@ -13,27 +13,25 @@ from functools import partial
 from operator import eq
 from typing import TYPE_CHECKING
 
-from shardqueue.callers import Callers
-from shardqueue.clean.ownership import others, place
-from shardqueue.errors import InvalidInputError, RecordError, RunError
+from shardqueue.errors import RecordError
 from shardqueue.learner import seen_here
-from shardqueue.logreader import READERS, LogReader
-from shardqueue.records import PROTOCOL, RUNS, Manifest, RunKeys
+from shardqueue.logreader import LogReader
+from shardqueue.records import RunKeys
+from shardqueue.status.runs import Runs
 from shardqueue.watching import Watched
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Collection
 
     from shardqueue.clock import Clock
     from shardqueue.ledger import Ledger
     from shardqueue.mailbox import Mailbox
-    from shardqueue.records import LogPage, Process
+    from shardqueue.records import LogPage, Manifest, Process
 
 BACKS = 1000
 """Keys of `back/` that are listed of a pass, at most: one request's worth."""
 OTHER_RUNS = 4
 """Other runs whose logs are read too, at most: the ones opened last."""
-_STRANGERS, _NAMED = 1000, 3
 
 _PASS = re.compile("([a-z]+[0-9]+)?")
 
@@ -94,7 +92,6 @@ class Observer:
     Attributes:
         others: the other runs at the prefix, newest first, `OTHER_RUNS` at most, as they were at the first look.
         unread: the other runs whose logs were not read.
-        strange: what is wrong with each manifest that cannot be read.
     """
 
     def __init__(
@@ -106,9 +103,8 @@ class Observer:
     ) -> None:
         self.others: list[Observation] = []
         self.unread: list[str] = []
-        self.strange: dict[str, str] = {}
         self._mailbox, self._wanted, self._clock, self._seen_here = mailbox, run, clock, seen
-        self._manifests: dict[str, Manifest] = {}
+        self._runs = Runs(mailbox)
         self._watched: dict[_Key, Watched] = {}
         self._looked = False
 
@@ -121,57 +117,25 @@ class Observer:
             RecordError: what should be a manifest is none.
             MailboxError: the mailbox cannot be read, or did not answer.
         """
-        names = [name for key in self._mailbox.list(RUNS) if (name := _run(key)) is not None]
-        self._read_manifests(names)
-        if self._wanted is not None and self._wanted not in names:
-            bound = f"a run under this prefix ({', '.join(sorted(names)) or 'there is none'})"
-            raise InvalidInputError("run", self._wanted, bound, "name one of them, or none")
-        if not names:
-            self._say_what_is_there()
+        chosen = self._runs.choose(self._wanted)
+        if chosen is None:
             return None
-        newest_first = sorted(
-            self._manifests, key=lambda name: (self._manifests[name].wall, name), reverse=True
-        )
-        chosen = self._wanted or next(iter(newest_first), names[0])
-        if chosen in self.strange:
-            raise RecordError(self.strange[chosen])
         if not self._looked:
-            rest = [name for name in newest_first if name != chosen]
+            rest = [name for name in self._runs.newest_first if name != chosen]
             self.others = [self._observe(name, with_backs=False) for name in rest[:OTHER_RUNS]]
             self.unread = rest[OTHER_RUNS:]
             self._looked = True
         return self._observe(chosen)
 
+    @property
+    def strange(self) -> dict[str, str]:
+        """What is wrong with each manifest that cannot be read."""
+        return self._runs.strange
+
     def lost_sight(self) -> None:
         """The mailbox did not answer: silence begins anew, for learners may have been kept from writing just so."""
         for watched in self._watched.values():
             watched.unread()
-
-    def _read_manifests(self, names: Collection[str]) -> None:
-        """Those that are not known yet; a manifest does not change."""
-        for gone in self._manifests.keys() - names:
-            del self._manifests[gone]
-        new = [name for name in names if name not in self._manifests]
-        with Callers(READERS, "shardqueue-status") as pool:
-            readings = [pool.submit(self._mailbox.get, RunKeys(name).manifest) for name in new]
-            bodies = [reading.result() for reading in readings]
-        self.strange = {}
-        for name, body in zip(new, bodies, strict=True):
-            if body is None:  # listed, and gone: somebody cleans this prefix
-                continue
-            key = RunKeys(name).manifest
-            try:
-                manifest = Manifest.decode(body, key)
-            except RecordError as error:
-                self.strange[name] = str(error)
-                continue
-            if manifest.protocol == PROTOCOL:
-                self._manifests[name] = manifest
-            else:
-                self.strange[name] = (
-                    f"{key} speaks protocol {manifest.protocol}, this version {PROTOCOL}; look at it with the "
-                    "version of shardqueue that opened it"
-                )
 
     def _observe(self, run: str, with_backs: bool = True) -> Observation:
         keys = RunKeys(run)
@@ -186,7 +150,7 @@ class Observer:
         counts = [len(self._mailbox.list(prefix, "", BACKS)) for prefix in backs]
         return Observation(
             run,
-            self._manifests[run],
+            self._runs.manifests[run],
             self._clock.wall(),
             sightings,
             unreadable,
@@ -214,36 +178,3 @@ class Observer:
         watched = self._watched.setdefault(key, Watched())
         watched.saw(page, self._clock.monotonic())
         return Sighting(page, self._seen_here(page.where), watched.changed, watched.silence.seconds)
-
-    def _say_what_is_there(self) -> None:
-        """Raise if anything is."""
-        keys = self._mailbox.list("", "", _STRANGERS)
-        if not keys:
-            return
-        within = sorted(others(keys))
-        if within:
-            raise RunError(
-                f"no run is here, but a mailbox within it, at {_few(within)}; add that to the URL after a slash"
-            )
-        ours = [key for key in keys if place(key) is not None]
-        if not ours:
-            raise RunError(
-                f"no run is here, and what is here is not ours ({_few(keys)}); give the prefix that the learners have"
-            )
-        if not any(map(_run, self._mailbox.list(RUNS))):  # else it was opened just now
-            raise RunError(
-                f"no run is here, but what reads like one without its manifest ({_few(ours)}): that was removed, or "
-                "this is not ours; `shardqueue clean` says more"
-            )
-
-
-def _run(key: str) -> str | None:
-    """The run whose manifest a key is, or None."""
-    found = place(key)
-    return found[0] if found is not None and found[1] == "manifest" else None
-
-
-def _few(keys: Iterable[str]) -> str:
-    first, *rest = list(keys)[: _NAMED + 1]
-    more = ", ..." if len(rest) == _NAMED else ""
-    return f"{', '.join(repr(key) for key in (first, *rest[: _NAMED - 1]))}{more}"

@@ -11,11 +11,11 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from shardqueue.demo import timeline
 from shardqueue.demo.elastic import document as documents
 from shardqueue.demo.live import PHASE_STYLES
 from shardqueue.demo.options import labels, shown_speeds
 from shardqueue.demo.report import WIDEST, painted
+from shardqueue.timeline import strips
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from shardqueue.demo.elastic.document import Computed, Document, Outcome
-    from shardqueue.demo.timeline import Glyphs
+    from shardqueue.timeline.strips import Glyphs
 
 SHOWN_STEPS = 2
 """Steps of a timeline."""
@@ -35,7 +35,7 @@ def show(
 ) -> None:
     """Print the result."""
     console.print(_headline(document), highlight=False)
-    for row in timelines(document, min(WIDEST, console.width), timeline.glyphs(console.encoding)):
+    for row in timelines(document, min(WIDEST, console.width), strips.glyphs(console.encoding)):
         console.print(row, no_wrap=True, overflow="crop", crop=True)
     console.print(table(document, found, paper))
     for line in _explained(document, found):
@@ -53,14 +53,14 @@ def timelines(document: Document, width: int, glyphs: Glyphs) -> list[Text]:
         return []
     spans = [(times[first - 1], times[steps - 1]) for times in ended]
     cells = width - len(next(iter(named.values()))) - 2
-    scale = timeline.Scale(max(end - start for start, end in spans), max(10, cells))
+    scale = strips.Scale(max(end - start for start, end in spans), max(10, cells))
     lines = []
     for phase, (start, end) in zip(document["phases"], spans, strict=True):
         title = f"{phase['name']}, the last {steps - first} steps: {end - start:.2f} s"
         lines.append(Text(title, style="bold"))
         for node, label in named.items():
             busy = [(left - start, right - start) for left, right in documents.spans(phase, node, first)]
-            row = timeline.row(busy, end - start, scale, glyphs)
+            row = strips.row(busy, end - start, scale, glyphs)
             lines.append(Text(f" {label} ") + painted(row, PHASE_STYLES[phase["name"]], glyphs))
     return lines
 

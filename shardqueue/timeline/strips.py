@@ -1,10 +1,10 @@
 """Who was busy when, as rows of characters: each stands for an equal piece of time.
 
-A cell's value is the fraction of its piece of time in which the node was training, from the records alone. All
-rows share one scale, so a shorter phase is a shorter row. `Scale` has the lengths, `busy` the values, `Glyphs` the
+A cell's value is the fraction of its piece of time in which somebody was training, from the records alone. All rows
+share one scale, so what took less time is a shorter row. `Scale` has the lengths, `busy` the values, `Glyphs` the
 characters.
 
-Times are in seconds from the start of a phase.
+Times are in seconds from the start of what is shown.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def busy(spans: Iterable[tuple[float, float]], scale: Scale) -> list[float]:
 
 
 def row(spans: Iterable[tuple[float, float]], makespan: float, scale: Scale, shades: Glyphs) -> str:
-    """Return one node's row, which ends with the phase."""
+    """Return one row, which ends with the makespan."""
     fractions = busy(spans, scale)[: scale.cells_until(makespan)]
     return "".join(map(shades.shade, fractions))
 
