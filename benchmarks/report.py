@@ -2,7 +2,8 @@
 
 A row holds a value beside the reach promised for it (None: reported only) and what it was measured against in the
 same run. A missed reach is marked and fails only a strict run, because a busy machine can cause it. A broken
-promise about the data (a batch trained twice or never) is `wrong`, and always fails.
+promise about the data (a batch trained twice or never) is `wrong`, and always fails. What was not measured, because
+something is not installed here, is `skipped`, and never fails.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
+    from typing import Any
 
 
 def options(name: str, description: str, quick: str, cases: Sequence[str] = ()) -> argparse.ArgumentParser:
@@ -52,8 +54,13 @@ class Row:
         """Whether the value is on the wrong side of its reach, as both are printed."""
         if self.reach is None:
             return False
-        value = float(_short(self.value))
+        value = float(self.shown)
         return value < self.reach if self.at_least else value > self.reach
+
+    @property
+    def shown(self) -> str:
+        """The value with as many digits as it is compared with."""
+        return f"{self.value:.4f}" if abs(self.value) < 10 else f"{self.value:.1f}"
 
     @property
     def bound(self) -> str:
@@ -70,22 +77,37 @@ class Report:
     Attributes:
         benchmark: its name.
         wrong: what must never happen and did.
+        skipped: what was not measured, each with the reason.
     """
 
     benchmark: str
     rows: list[Row] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> Report:
+        """Read what `as_json` wrote.
+
+        Raises:
+            KeyError, TypeError: it is not the JSON of a report.
+        """
+        at_least = told.get("at_least", ())
+        rows = [Row(**row, at_least=place in at_least) for place, row in enumerate(told["rows"])]
+        return cls(told["benchmark"], rows, list(told.get("wrong", ())), list(told.get("skipped", ())))
 
     def add(self, row: Row) -> None:
         """Keep a row, and say on standard error that it was measured."""
         self.rows.append(row)
-        print(f"{self.benchmark}: {row.case}: {_short(row.value)} {row.unit}", file=sys.stderr, flush=True)
+        print(f"{self.benchmark}: {row.case}: {row.shown} {row.unit}", file=sys.stderr, flush=True)
 
     def finish(self, strict: bool = False) -> int:
         """Print everything; return the exit code: 1 when something is wrong or, if `strict`, a reach is missed."""
         print(self.table())
         for what in self.wrong:
             print(f"WRONG: {what}")
+        for what in self.skipped:
+            print(f"SKIPPED: {what}")
         print(self.as_json(), flush=True)
         missed = any(row.missed for row in self.rows)
         return 1 if self.wrong or (strict and missed) else 0
@@ -95,7 +117,7 @@ class Report:
         cells = [("case", "value", "unit", "reach", "", "against")]
         for row in self.rows:
             mark = "MISSED" if row.missed else ""
-            cells.append((row.case, _short(row.value), row.unit, row.bound, mark, row.against))
+            cells.append((row.case, row.shown, row.unit, row.bound, mark, row.against))
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = (
             "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)) for line in cells
@@ -103,11 +125,13 @@ class Report:
         return "\n".join(line.rstrip() for line in lines)
 
     def as_json(self) -> str:
-        """One line: the name of the benchmark and its rows."""
+        """One line: the name, the rows, which of them have a lower bound for a reach, what was wrong and skipped."""
         keys = ("case", "value", "unit", "reach", "against")
-        rows = [{key: getattr(row, key) for key in keys} for row in self.rows]
-        return json.dumps({"benchmark": self.benchmark, "rows": rows})
-
-
-def _short(value: float) -> str:
-    return f"{value:.4f}" if abs(value) < 10 else f"{value:.1f}"
+        told = {
+            "benchmark": self.benchmark,
+            "rows": [{key: getattr(row, key) for key in keys} for row in self.rows],
+            "at_least": [place for place, row in enumerate(self.rows) if row.at_least],
+            "wrong": self.wrong,
+            "skipped": self.skipped,
+        }
+        return json.dumps(told)
