@@ -2,7 +2,8 @@
 
 A `ThreadPoolExecutor` takes no more work once the main thread has ended, though a program may train in another one;
 and it keeps the interpreter from ending until its calls do, which takes a minute when a store hangs. `Callers` takes
-work as long as threads run, and its own are daemons: the end of the interpreter waits for none of them.
+work as long as threads run, and its own are daemons: the end of the interpreter waits for none of them. From Python
+3.12 on no thread can be started once the main thread has ended; those that were started before then share the work.
 """
 
 from __future__ import annotations
@@ -35,14 +36,27 @@ class Callers(Executor):
         self._threads: list[threading.Thread] = []
 
     def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Have `function` called. To be used by one thread."""
+        """Have `function` called. To be used by one thread.
+
+        Raises:
+            RuntimeError: no thread runs yet, and none can be started.
+        """
         future: Future[T] = Future()
         self._calls.put((future, partial(function, *args, **kwargs)))
         if not self._idle.acquire(blocking=False) and len(self._threads) < self._most:
-            name = f"{self._name}_{len(self._threads)}"
-            self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))
-            self._threads[-1].start()
+            self._start()
         return future
+
+    def _start(self) -> None:
+        name = f"{self._name}_{len(self._threads)}"
+        thread = threading.Thread(target=self._work, name=name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            if not self._threads:
+                raise
+        else:
+            self._threads.append(thread)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: ARG002
         """End the threads once all that was submitted is done; `wait` for that."""

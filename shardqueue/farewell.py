@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from shardqueue.callers import Callers
@@ -52,8 +53,12 @@ def offer(calls: Sequence[PutIfAbsent], mailbox: Mailbox, by: float, clock: Cloc
     """Write the records, several at once, each until it is there or the clock says `by`; say which are there."""
     if not calls:
         return []
-    with Callers(min(AT_ONCE, len(calls)), "shardqueue-farewell") as pool:
-        return list(pool.map(lambda call: _insist(call, mailbox, by, clock), calls))
+    insist = partial(_insist, mailbox=mailbox, by=by, clock=clock)
+    try:
+        with Callers(min(AT_ONCE, len(calls)), "shardqueue-farewell") as pool:
+            return list(pool.map(insist, calls))
+    except RuntimeError:  # no thread can be started any more: see `callers`
+        return list(map(insist, calls))
 
 
 def _insist(call: PutIfAbsent, mailbox: Mailbox, by: float, clock: Clock) -> bool:

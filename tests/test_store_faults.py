@@ -365,8 +365,14 @@ def consume():
     for step, batch in queue:
         os.write(1, f"{batch}\\n".encode())
         reached.set()
-        if "thread" not in how:
+        if how == "leaving thread":
+            threading.main_thread().join()
+        if how not in ("thread", "daemon thread"):
             break
+
+def enter_and_consume():
+    with queue:
+        consume()
 
 reached = threading.Event()
 if how == "left":
@@ -377,6 +383,10 @@ if how == "raises":
     with queue:
         consume()
         raise ValueError("of the user")
+if how == "leaving thread":
+    threading.Thread(target=enter_and_consume).start()
+    reached.wait()
+    sys.exit()
 queue.__enter__()
 if "thread" in how:
     threading.Thread(target=consume, daemon="daemon" in how).start()
@@ -392,7 +402,7 @@ if how == "error":
 """
 ENDINGS = {
     **{"left": 3, "daemon thread": 0, "thread": 0, "os._exit": 3},
-    **{"sys.exit": 3, "error": 1, "raises": 1, "falls off": 0},
+    **{"leaving thread": 0, "sys.exit": 3, "error": 1, "raises": 1, "falls off": 0},
 }
 """How the program above ends, and its exit status."""
 
@@ -432,7 +442,7 @@ def test_an_interpreter_that_exits_while_claiming(place: tuple[str, dict[str, An
         assert {key.removeprefix("units/").partition("~")[0] for key in mailbox.list("units/")} == set(units)
         if how == "thread":  # it trains on when the main thread has ended
             assert seen == dataset(units)
-        if how in ("left", "raises"):
+        if how in ("left", "raises", "leaving thread"):
             assert seen + rest == dataset(units), how
 
 

@@ -152,6 +152,9 @@ def _parts(thing: Any) -> list[Any]:
         # Not its globals: what a module holds was not passed to anybody.
         cells = [cell.cell_contents for cell in thing.__closure__ or () if _is_filled(cell)]
         return [*cells, thing.__defaults__, thing.__kwdefaults__]
+    if isinstance(thing, dict):
+        # From Python 3.13 on the values of an object's attributes are the object's referents, not its dict's.
+        return [*dict.values(thing), *gc.get_referents(thing)]
     return gc.get_referents(thing)
 
 
