@@ -86,6 +86,9 @@ class Ranks:
         group: their process group; None for a process on its own. Every rank of it must make the object.
     """
 
+    rank: int
+    size: int
+
     def __init__(self, group: Any = None) -> None:
         self.rank, self.size = 0, 1
         self.gone: Callable[[BaseException | None], BaseException | None] = lambda error: error

@@ -67,6 +67,9 @@ class Assembly:
         supplies: where the batches of each stage come from, by stage.
     """
 
+    session: Session
+    ranks: Ranks
+
     def __init__(self, session: Session, ranks: Ranks, closes: bool = True) -> None:
         self.session, self.ranks, self._closes = session, ranks, closes
         self.agreed: Agreed | None = None

@@ -81,6 +81,8 @@ class Crew:
         returned: after closing, the claims that were not trained whole.
     """
 
+    plan: Plan
+
     def __init__(self, plan: Plan, session: Session, block: Block, pipe: Pipe, word: int, pass_: str) -> None:
         self.tracked = True
         self.drained = False

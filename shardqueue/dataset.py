@@ -105,6 +105,8 @@ class SharedQueueDataset(IterableDataset[Any]):
         MailboxError: the mailbox cannot be opened.
     """
 
+    learner_id: str
+
     def __init__(
         self,
         units: Mapping[str, object],

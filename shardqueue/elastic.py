@@ -51,9 +51,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Mapping
 
     from shardqueue.dataset import SharedQueueDataset
-    from shardqueue.lockstep import Course
+    from shardqueue.lockstep import Course, Lockstep
     from shardqueue.progress import Agreed
     from shardqueue.session import Session
+
+__all__ = ["Elastic", "ElasticStep"]
 
 SOON, LATER = 0.0002, 0.005
 """Seconds between two looks of a rank that has nothing to do: at first, and at most."""
@@ -87,6 +89,8 @@ class Elastic:
         AgreementError: the ranks have other models or other settings.
     """
 
+    session: Session
+
     def __init__(
         self,
         session: Session,
@@ -99,21 +103,21 @@ class Elastic:
         join: Callable[[list[Any]], Any] | None = None,
         overlap: bool = True,
     ) -> None:
-        self.group = check_int("group", group, 1)
-        self.micro_batches = check_int("micro_batches", micro_batches, 1)
+        self.group: int = check_int("group", group, 1)
+        self.micro_batches: int = check_int("micro_batches", micro_batches, 1)
         check_function("weight", weight)
         check_function("join", join)
         check_flag("overlap", overlap)
         refuse_model(model)
         process_group = world() if process_group is None else process_group
         self.session, self._weight, self._join = session, weight, join
-        self.lockstep = lockstep_of(session, process_group)
+        self.lockstep: Lockstep = lockstep_of(session, process_group)
         self._ranks = self.lockstep.ranks
         check_micro_batches(micro_batches, self._ranks.size)
         self.lockstep.agree({"micro_batches": micro_batches, "model": signature(model)})
         if self._ranks.size > 1:
             broadcast_module(model, process_group)
-        self.gradients = Gradients(model, process_group if self._ranks.size > 1 else None)
+        self.gradients: Gradients = Gradients(model, process_group if self._ranks.size > 1 else None)
         if overlap:
             self.gradients.last = self._is_last
         self.tokens: Tokens | None = None
@@ -419,6 +423,18 @@ class ElasticStep:
         said: after `reduce`, what each rank said; empty where nobody said anything.
     """
 
+    stock: Stock
+    agreed: Agreed
+    number: int
+    needed: int
+    after: int
+    micro_batches: int
+    samples: int
+    weight: float
+    seconds: float
+    waited: float
+    idle: float
+
     def __init__(self, elastic: Elastic, stock: Stock, agreed: Agreed, needed: int, after: int) -> None:
         self._elastic, self.stock, self.agreed = elastic, stock, agreed
         self.number, self.needed, self.after = agreed.step, needed, after
@@ -428,7 +444,7 @@ class ElasticStep:
         self.said: list[dict[str, Any]] = []
         self.reserved = False
         self.begun: Any = None
-        self.began = elastic.session.clock.monotonic()
+        self.began: float = elastic.session.clock.monotonic()
         self._since: float | None = None
         self._over = self._reduced = False
 

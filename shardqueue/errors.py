@@ -27,6 +27,11 @@ class InvalidInputError(ShardQueueError, ValueError):
     keeps the message; the attributes are then empty.
     """
 
+    name: str
+    value: object
+    bound: str
+    remedy: str
+
     def __init__(self, name: str, value: object = None, bound: str = "", remedy: str = "") -> None:
         self.name, self.value, self.bound, self.remedy = name, value, bound, remedy
         if not bound:
@@ -103,6 +108,9 @@ class SenderError(ShardQueueError, RuntimeError):
         sender: which, as in "sender 3".
         lost: items that were lost with it.
     """
+
+    sender: str
+    lost: int
 
     def __init__(self, message: str, sender: str = "", lost: int = 0) -> None:
         super().__init__(message)

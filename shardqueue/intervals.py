@@ -7,7 +7,7 @@ members. Intervals are half-open, `[start, stop)`, sorted, and never touch one a
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -38,7 +38,7 @@ class Intervals:
             return NotImplemented
         return self._starts == other._starts and self._stops == other._stops
 
-    __hash__ = None  # type: ignore[assignment]  # mutable
+    __hash__: ClassVar[None] = None  # type: ignore[assignment]  # mutable
 
     def __repr__(self) -> str:
         return f"Intervals({list(self.spans())})"

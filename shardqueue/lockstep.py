@@ -54,6 +54,10 @@ class Lockstep(Assembly):
         repeated: batches handed out again so far, on all ranks.
     """
 
+    agreed: Agreed | None
+    repeating: bool
+    repeated: int
+
     def __init__(self, session: Session, ranks: Ranks, closes: bool = True) -> None:
         super().__init__(session, ranks, closes)
         self.repeating, self.repeated = False, 0

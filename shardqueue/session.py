@@ -86,6 +86,7 @@ class Session:
         mailbox: a URL, or any object with the verbs of `Mailbox`.
         learner_id: a label for people; by default host, rank and pid.
         log_every: seconds between two writes of the log.
+        clock: what time it is, for tests; by default the system's.
 
     Raises:
         InvalidInputError: the learner id is out of grammar, or `log_every` is not positive.
@@ -106,16 +107,16 @@ class Session:
         if not isinstance(seconds, int | float) or not 0 < seconds <= LONGEST_LOG_EVERY:
             bound = f"more than 0 and at most {LONGEST_LOG_EVERY:g} seconds"
             raise InvalidInputError("log_every", log_every, bound, f"pass {LOG_EVERY:g}")
-        self.learner_id = learner_label(learner_id)
-        self.instance = _instance or new_instance()
+        self.learner_id: str = learner_label(learner_id)
+        self.instance: str = _instance or new_instance()
         self.source = mailbox
-        self.mailbox = (
+        self.mailbox: Mailbox = (
             open_mailbox(mailbox, prove=not _own) if not isinstance(mailbox, str) else open_mailbox(mailbox)
         )
         self.clock: Clock = clock or SystemClock()
         self.farewell = FAREWELL
         self.patrol: float | None = None
-        self.lock = threading.RLock()
+        self.lock: threading.RLock = threading.RLock()
         self.joined: Joined | None = None
         self._history = History()
         self._rollback: Rollback | None = None
@@ -125,7 +126,7 @@ class Session:
         self._book = Book(self.learner_id, self.instance, "main", this_process(), every=log_every)
         self._rolling = Rolling()
         self._untold: deque[Step] = deque()
-        self.thread = 0
+        self.thread: int = 0
         self.log_every = log_every
         self._implicit = _own
         self.own = _own
@@ -134,7 +135,7 @@ class Session:
         self._finished: set[str] = set()
         self._ended: Left = "early"
         self._entered = self._closed = False
-        self.pid = os.getpid()
+        self.pid: int = os.getpid()
         self._writer: LogWriter | None = None
         self._notice = PreemptionNotice()
         self._pace = Pace()

@@ -41,6 +41,11 @@ class Supply:
         at_end: the loop has all it gets.
     """
 
+    pass_: str
+    stage: str
+    number: int
+    at_end: bool
+
     def __init__(
         self,
         session: Session,

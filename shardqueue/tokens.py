@@ -33,7 +33,7 @@ class Tokens:
         store: Any = dist
         self._store = store.HashStore() if alone else store.distributed_c10d._get_default_store()
         self._key, self._count, self._taken = "", 0, 0
-        self.requests = 0
+        self.requests: int = 0
 
     def begin(self, pass_: str, step: int, count: int) -> None:
         """A step begins that has `count` tokens."""

@@ -32,14 +32,17 @@ class Trained:
         over: the pass is over: what is not trained of it was left out.
     """
 
+    batches: int
+    before: int
+
     __slots__ = ("batches", "before", "over", "parts", "sizes", "whole")
 
     def __init__(self) -> None:
-        self.whole = Intervals()
+        self.whole: Intervals = Intervals()
         self.parts: dict[int, Intervals] = {}
         self.sizes: dict[int, int] = {}
         self.batches = self.before = 0
-        self.over = False
+        self.over: bool = False
 
     def add(self, position: int, begin: int, end: int, size: int | None = None) -> None:
         """Batches `[begin, end)` of a unit are trained; it has `size` batches, if that is known."""

@@ -446,6 +446,9 @@ def unit_files(urls: Iterable[str]) -> UnitFiles:
     the whole URL: `"part_7.parquet-1f0a2b3c4d"`. It depends on the URL alone, so nodes may give the same
     URLs in any order.
 
+    Args:
+        urls: of the files; `load` gets one of them.
+
     Raises:
         InvalidInputError: no URL, one given twice, or one that is not a non-empty string.
     """

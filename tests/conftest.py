@@ -16,10 +16,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 from ranks import Launcher, Ranks
+from torchless import pytest_collection_modifyitems, pytest_configure, pytest_pycollect_makemodule
 
 from benchmarks.seaweedfs import S3Server, seaweedfs
 
-__all__ = ["S3Server"]
+__all__ = [
+    "S3Server",
+    "pytest_collection_modifyitems",
+    "pytest_configure",
+    "pytest_pycollect_makemodule",
+]
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -97,6 +97,7 @@ def test_the_end_of_standard_error_is_kept() -> None:
     assert (exit_code, said) == (1, "no disk\n")
 
 
+@pytest.mark.torch
 def test_the_suite_goes_on_after_a_benchmark_that_fails(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -126,6 +127,7 @@ def test_the_suite_goes_on_after_a_benchmark_that_fails(
 # -- the document --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.torch
 def test_tables_hold_every_row_and_no_cell_breaks_out() -> None:
     rows = [
         Row("a | b", 1.0, "s", 2.0, "`c`\nd"),
@@ -146,6 +148,7 @@ def test_tables_hold_every_row_and_no_cell_breaks_out() -> None:
         assert not line.startswith("|") or len(cells) in (8, 9)
 
 
+@pytest.mark.torch
 def test_the_machine_and_the_versions_are_told_and_nothing_private() -> None:
     found = {**machine(), **versions()}
     assert found["cores"] >= 1

@@ -749,6 +749,7 @@ class Unpicklable:
         raise RuntimeError("will not be pickled")
 
 
+@pytest.mark.torch
 def test_a_send_that_fails_takes_no_room() -> None:
     import torch
 
@@ -770,6 +771,7 @@ class Temporary:
         return list, ([torch.full((3000,), 5.0).share_memory_()],)  # type: ignore[no-untyped-call]
 
 
+@pytest.mark.torch
 def test_a_tensor_that_lives_only_while_it_is_pickled_arrives() -> None:
     channel: Channel[Any] = Channel(1, 1, context=multiprocessing.get_context("spawn"))
     with channel.sender() as sender, channel.receiver() as receiver:

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.torch
 def test_nobody_starves_and_nothing_wakes_up() -> None:
     command = [sys.executable, "-m", "benchmarks.channel", "--quick", "--strict"]
     command += ["--only", "virtual", "--only", "idle"]

@@ -442,6 +442,7 @@ def consume_tensors(pipe: Connection, receiver: Receiver[Any]) -> None:
         pipe.send("end")
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize(
     ("method", "strategy", "capacity"),
     [
@@ -470,6 +471,7 @@ def send_and_drop(pipe: Connection, sender: Sender[Any]) -> None:
     sender.send(4)
 
 
+@pytest.mark.torch
 def test_a_process_that_ends_without_closing_still_lingers(context: BaseContext, crew: Crew) -> None:
     channel: Channel[Any] = Channel(1, 1, context=context)
     with pytest.warns(ShardQueueWarning, match=r"sender 0 \(process \d+\) was dropped without close"):
@@ -493,6 +495,7 @@ def send_then_die(pipe: Connection, sender: Sender[Any], strategy: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize(
     ("method", "strategy"),
     [("fork", "file_descriptor"), ("fork", "file_system"), ("spawn", "file_descriptor")],
@@ -534,6 +537,7 @@ def strategy() -> Iterator[Callable[[str], None]]:
     multiprocessing.set_sharing_strategy(before)  # type: ignore[no-untyped-call]
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("redeliver", [False, True])
 @pytest.mark.parametrize(
     ("method", "memory"), [("fork", "none"), ("fork", "copied"), ("fork", "named"), ("spawn", "copied")]
@@ -568,6 +572,7 @@ def test_what_a_killed_receiver_had_in_hand(
     assert (report.lost, report.redelivered) == ((0, 1) if redeliver else (1, 0))
 
 
+@pytest.mark.torch
 def test_a_tensor_is_copied_unless_it_is_in_shared_memory_already() -> None:
     import torch
 
@@ -592,6 +597,7 @@ def take_change_then_die(pipe: Connection, receiver: Receiver[Any]) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.torch
 @pytest.mark.filterwarnings("ignore:receiver 0 .* was killed")
 def test_what_a_killed_receiver_wrote_is_not_delivered_again(crew: Crew) -> None:
     import torch
@@ -606,6 +612,7 @@ def test_what_a_killed_receiver_wrote_is_not_delivered_again(crew: Crew) -> None
         assert [float(item.sum()) for item in receiver] == [3000.0]
 
 
+@pytest.mark.torch
 def test_a_small_part_of_a_large_tensor_goes_alone() -> None:
     import torch
 
@@ -629,6 +636,7 @@ def test_a_function_in_an_item_does_not_make_its_sender_linger() -> None:
         assert (seven(), upper()) == (7, "A TEXT")
 
 
+@pytest.mark.torch
 @pytest.mark.filterwarnings("ignore:receiver 0 .*dropped")
 @pytest.mark.parametrize("way", ["closed", "dropped"])
 def test_a_receiver_that_goes_lets_go_of_what_it_had_ahead(way: str) -> None:
@@ -672,6 +680,7 @@ def wait_for_a_word(pipe: Connection, word: Connection) -> None:
     word.recv()
 
 
+@pytest.mark.torch
 def test_a_forked_child_holds_nothing_that_is_queued(crew: Crew) -> None:
     import torch
 
@@ -694,6 +703,7 @@ def said_one(pipe: Connection) -> Any:
     return pipe.recv()
 
 
+@pytest.mark.torch
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # torch's, about its own default
 @pytest.mark.parametrize("capacity", [8, 4096])
 def test_all_kinds_of_tensors(capacity: int) -> None:
@@ -737,6 +747,7 @@ def _open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
+@pytest.mark.torch
 def test_no_descriptors_are_left_open() -> None:
     import torch
 

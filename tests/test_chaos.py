@@ -330,6 +330,7 @@ def chaos(anywhere: Courses) -> None:
         check(stage)
 
 
+@pytest.mark.torch
 @pytest.mark.s3
 def test_one_of_each(tmp_path: Path, s3_server: S3Server) -> None:
     """The processes of a scene mostly wait, so all scenes are played at once, each in a place of its own."""

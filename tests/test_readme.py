@@ -1,24 +1,73 @@
-"""Every Python block of the README runs, from an empty folder; the two commands are where they should be."""
+"""The README is true: its blocks run or say why not, its outputs look like that, its links lead somewhere.
+
+A Python block runs by itself in an empty folder. Any other block runs too, or has a comment directly above:
+`<!-- not run: reason -->`, or `<!-- captured: command -->` over an output, whose headings are compared with those of
+today. Two commands stand where `.ci/run` finds them.
+"""
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 import socket
+import subprocess
 import sys
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from torch import distributed
 
+from shardqueue.doctor.permissions import missing
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
-YAML = re.findall(r"^```yaml\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-LOOP = next(block for block in BLOCKS if "session.step" in block)
-LIGHTNING = next(block for block in BLOCKS if "SharedQueueDataModule" in block)
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+REASON = re.compile(r"<!-- not run: (.{8,}) -->")
+CAPTURED = re.compile(r"<!-- captured: (.+) -->")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, its text, the line it begins at, and the line above it."""
+
+    language: str
+    text: str
+    line: int
+    above: str
+
+    @property
+    def command(self) -> list[str] | None:
+        """What is typed after the prompt in the first line."""
+        first = self.text.partition("\n")[0]
+        return shlex.split(first[2:]) if first.startswith("$ ") else None
+
+
+def blocks_in(text: str) -> list[Block]:
+    found, lines, opened = [], text.splitlines(), 0
+    for number, line in enumerate(lines, 1):
+        if not line.startswith("```"):
+            continue
+        if opened:
+            body = "".join(f"{one}\n" for one in lines[opened : number - 1])
+            found.append(Block(lines[opened - 1][3:], body, opened, lines[opened - 2]))
+        opened = 0 if opened else number
+    assert not opened, f"the block of line {opened} has no end"
+    return found
+
+
+ALL = blocks_in(README)
+YAML = [block.text for block in ALL if block.language == "yaml"]
+BLOCKS = [block.text for block in ALL if block.language == "python"]
+PROSE = re.sub(r"^```.*?^```$", "", README, flags=re.MULTILINE | re.DOTALL)
+LOOP = next(block for block in BLOCKS if "autocast" in block)
+DROPPED_IN = next(block for block in BLOCKS if "SharedQueueDataset.from_dataset" in block)
+LIGHTNING = next(block for block in BLOCKS if "class Regression" in block)
 
 pytestmark = [
     # Lightning 2.6 uses what torch 2.13 deprecates.
@@ -40,31 +89,165 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         distributed.destroy_process_group()
 
 
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("number", range(len(BLOCKS)))
-def test_block_runs(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    exec(compile(BLOCKS[number], f"README.md, block {number + 1}", "exec"), {"__name__": "__main__"})
-
-
-def test_command_line_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("jsonargparse")
-    from lightning.pytorch.cli import LightningCLI
-
+@pytest.fixture
+def beside_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The current folder is empty but for `train.py` of the section on Lightning."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "train.py").write_text(LIGHTNING)
-    (tmp_path / "train.yaml").write_text(YAML[0])
+    yield
+    sys.modules.pop("train", None)
+
+
+def run(text: str, name: str) -> None:
+    exec(compile(text, name, "exec"), {"__name__": "__main__"})
+
+
+# -- blocks ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("alone", "beside_train")
+@pytest.mark.parametrize("number", range(len(BLOCKS)))
+def test_block_runs(number: int) -> None:
+    run(BLOCKS[number], f"README.md, block {number + 1}")
+
+
+def test_every_other_block_runs_or_says_why_not() -> None:
+    silent = [
+        f"line {block.line}: {block.language}"
+        for block in ALL
+        if block.language not in ("python", "yaml", "json")  # which run below
+        and not REASON.fullmatch(block.above)
+        and not CAPTURED.fullmatch(block.above)
+        and block.command is None
+    ]
+    assert silent == []
+    excused = [block.line for block in ALL if block.language == "python" and block.above.startswith("<!--")]
+    assert excused == []
+    assert len(YAML) == 1
+
+
+def test_a_block_without_a_reason_is_noticed() -> None:
+    silent, excused = blocks_in("```bash\nrm x\n```\n<!-- not run: no such file -->\n```bash\nrm x\n```\n")
+    assert (REASON.fullmatch(silent.above), silent.line) == (None, 1)
+    assert REASON.fullmatch(excused.above)
+    with pytest.raises(AssertionError, match="has no end"):
+        blocks_in("```python\n")
+
+
+@pytest.mark.usefixtures("beside_train")
+def test_command_line_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("jsonargparse")
+    from lightning.pytorch.cli import LightningCLI
+
+    Path("train.yaml").write_text(YAML[0])
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # set by the command
         monkeypatch.setenv(name, "0")
     monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning's use of it
     monkeypatch.setattr(sys, "argv", ["cli.py", "fit", "--config", "train.yaml"])
-    try:
-        cli = LightningCLI()
-    finally:
-        sys.modules.pop("train", None)
+    cli = LightningCLI()
     assert cli.trainer.global_step == 2 * 113
     assert cli.trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.05 * 0.99**225)
+
+
+def test_the_policy_allows_what_the_doctor_asks_for() -> None:
+    (policy,) = (json.loads(block.text) for block in ALL if block.language == "json")
+    allowed = {
+        action
+        for statement in policy["Statement"]
+        for action in [statement["Action"]]
+        if isinstance(action, str)
+    }
+    allowed.update(
+        *(statement["Action"] for statement in policy["Statement"] if isinstance(statement["Action"], list))
+    )
+    verbs = ["create", "overwrite", "read", "list", "delete"]
+    assert allowed == set(missing("s3://bucket/prefix", verbs))
+
+
+# -- commands and their outputs ------------------------------------------------------------------------------
+
+
+def typed(command: list[str]) -> str:
+    """What a `shardqueue` command prints here."""
+    program, *arguments = command
+    assert program == "shardqueue"
+    done = subprocess.run(
+        [sys.executable, "-m", "shardqueue", *arguments], capture_output=True, text=True, check=False
+    )
+    assert done.returncode in (0, 1), done.stderr
+    return done.stdout
+
+
+def rows(text: str) -> list[list[str]]:
+    """The words of each line, without frames."""
+    return [line.split() for line in text.splitlines() if line.strip(" ─")]
+
+
+def headings(text: str) -> list[list[str]]:
+    """The words of each line over a rule, and of a legend."""
+    legends = [line.split() for line in text.splitlines() if line.lstrip().startswith("█ busy")]
+    return legends + [
+        line.split() for line, below in pairwise(text.splitlines()) if below.strip() and not below.strip(" ─")
+    ]
+
+
+def are_most_of(words: list[str], heading: list[str]) -> bool:
+    """Whether a heading is this one, but for columns that some runs have and others have not."""
+    rest = iter(heading)
+    return all(word in rest for word in words) and 2 * len(words) > len(heading)
+
+
+EXACT = [block for block in ALL if block.command and not block.above.startswith("<!--")]
+LIKE = [
+    block for block in ALL if block.command and CAPTURED.fullmatch(block.above) and "./queue" in block.command
+]
+
+
+@pytest.mark.parametrize("block", EXACT, ids=lambda block: block.command[1])
+def test_output_is_to_the_letter(block: Block) -> None:
+    """Each line of it is printed, in this order; `...` leaves some out."""
+    assert block.command is not None
+    printed = iter(rows(typed(block.command)))
+    for row in rows(block.text)[1:]:
+        assert row == ["..."] or row in printed, " ".join(row)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which a DataLoader's loop was run."""
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        run(DROPPED_IN, "README.md")
+    return folder
+
+
+@pytest.mark.parametrize("block", LIKE, ids=lambda block: block.command[1])
+def test_captured_output_has_the_headings_of_today(
+    block: Block, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(trained)
+    assert block.command is not None
+    assert block.above == f"<!-- captured: {shlex.join(block.command)} -->"
+    printed = typed(block.command)
+    assert headings(block.text) != []
+    today = headings(printed)
+    for heading in headings(block.text):
+        assert any(are_most_of(words, heading) for words in today), printed
+    assert rows(printed)[0][:4] == rows(block.text)[1][:4], "run 1 at ./queue: ..."
+
+
+@pytest.mark.full
+def test_the_demos_output_has_the_headings_of_today(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    captured = next(b for b in ALL if b.above == "<!-- captured: shardqueue demo --quick -->")
+    assert {*map(tuple, headings(captured.text))} <= {
+        *map(tuple, headings(typed(["shardqueue", "demo", "--quick"])))
+    }
+
+
+# -- the loop --------------------------------------------------------------------------------------------------
 
 
 def _run_loop(prefix: str) -> dict[str, object]:
@@ -103,6 +286,9 @@ def test_loop_on_cuda_with_autocast(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     _check_loop(names)
 
 
+# -- where things are --------------------------------------------------------------------------------------------
+
+
 def test_first_python_is_near_the_top() -> None:
     first = README[: README.index("```python")].count("\n") + 1
     last = first + BLOCKS[0].count("\n") + 1
@@ -112,3 +298,38 @@ def test_first_python_is_near_the_top() -> None:
 def test_the_two_commands_stand_alone_on_their_lines() -> None:
     commands = re.findall(r"^pip install .* && (\S+.*)$", README, re.MULTILINE)
     assert commands == ["shardqueue demo", "pytest"]
+
+
+def slug(heading: str) -> str:
+    """The anchor that a heading gets."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def test_links_lead_somewhere() -> None:
+    anchors = [slug(heading) for heading in re.findall(r"^#+ (.+)$", PROSE, re.MULTILINE)]
+    assert len(anchors) == len(set(anchors))
+    links = re.findall(r"\]\(([^)\s]+)\)", PROSE)
+    assert len(links) > 20
+    for link in links:
+        assert link.removeprefix("#") in anchors if link.startswith("#") else (ROOT / link).exists(), link
+
+
+def test_every_section_is_in_the_contents() -> None:
+    contents = PROSE[PROSE.index("**Contents.**") :].partition("\n\n")[0]
+    linked = re.findall(r"\]\(#([^)]+)\)", contents)
+    assert linked == [slug(heading) for heading in re.findall(r"^## (.+)$", PROSE, re.MULTILINE)]
+
+
+def test_files_and_modules_that_are_named_exist() -> None:
+    for path in re.findall(r"\b((?:tests|docs|benchmarks|notebooks|shardqueue)/[\w./-]+\.\w+)", README):
+        assert (ROOT / path).exists(), path
+    for script in re.findall(r"`(\.ci/\w+)`", README):
+        assert (ROOT / script).exists(), script
+    for module in re.findall(r"-m (benchmarks[\w.]*)", README):
+        file = ROOT / module.replace(".", "/")
+        assert file.with_suffix(".py").exists() or (file / "__main__.py").exists(), module
+    guarantees = README.partition("\n## What is guaranteed\n")[2].partition("\n## ")[0]
+    named = re.findall(r"`((?:lightning/)?test_\w+)`", guarantees)
+    assert len(named) > 8
+    for name in named:
+        assert (ROOT / "tests" / f"{name}.py").exists(), name

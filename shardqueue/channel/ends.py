@@ -61,7 +61,7 @@ class Sender(ABC, Generic[T]):
         """
 
     def send_nowait(self, item: T) -> None:
-        """Do the same without waiting."""
+        """Hand `item` over without waiting: `send` with a timeout of 0."""
         self.send(item, 0)
 
     @abstractmethod

@@ -120,7 +120,11 @@ class ChannelReport:
         return "; ".join(parts)
 
     def metrics(self, prefix: str = "channel/") -> dict[str, float]:
-        """Return the numbers under flat names, as loggers take them (`logger.log_metrics(report.metrics())`)."""
+        """Return the numbers under flat names, as loggers take them (`logger.log_metrics(report.metrics())`).
+
+        Args:
+            prefix: what each name begins with.
+        """
         numbers: dict[str, float] = {
             "depth": float(self.depth),
             "mean_depth": self.mean_depth,

@@ -98,7 +98,7 @@ def _checked_picture(png: Path | None, file: Path) -> Path | None:
     if not picture.can_draw():
         if png is not None:
             bound = "left out unless matplotlib is installed"
-            raise InvalidInputError("png", str(png), bound, "pip install matplotlib")
+            raise InvalidInputError("png", str(png), bound, "pip install 'shardqueue[plots]'")
         return None
     png = file.with_suffix(".png") if png is None else png
     if png.absolute() == file.absolute():

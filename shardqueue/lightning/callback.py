@@ -113,7 +113,9 @@ class SharedQueueCallback(Callback):
         if log_every_n_steps is not None:
             check_count("log_every_n_steps", log_every_n_steps)
         self.learning_rate = learning_rate
-        self.factors = _checked(factors, learning_rate is not None)
+        self.factors: Sequence[float] | Mapping[str, float] | None = _checked(
+            factors, learning_rate is not None
+        )
         self.log_every_n_steps = log_every_n_steps
         self.prefix = prefix
         self._data: AgreeingData | None = None

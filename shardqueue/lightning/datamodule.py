@@ -127,6 +127,11 @@ class SharedQueueDataModule(LightningDataModule):
         InvalidInputError: an argument is out of range, or does not go with another.
     """
 
+    train: Any
+    val: Any
+    test: Any
+    predict: Any
+
     def __init__(
         self,
         mailbox: str | os.PathLike[str] | Mailbox,
@@ -188,7 +193,7 @@ class SharedQueueDataModule(LightningDataModule):
                 self._sources.check(stage, getattr(self, stage))
         self.session: Session | None = None
         self.agreed: Agreed | None = None
-        self.repeating = False
+        self.repeating: bool = False
         self._samples = 0
         self.step: Step | None = None
         self.steps: list[Step] = []

@@ -25,15 +25,19 @@ class Stay:
             may fetch a batch ahead, so the last step comes after the loader's end.
     """
 
+    trial: str
+    marks: bool
+    lockstep: Lockstep
+
     def __init__(
         self, mailbox: Mailbox, learner_id: str, trial: str, marks: bool, start: dict[str, Any]
     ) -> None:
         self.trial, self.marks = trial, marks
-        self.name = f"{trial}-{os.urandom(6).hex()}" if trial else None
+        self.name: str | None = f"{trial}-{os.urandom(6).hex()}" if trial else None
         self._handed, self._samples = False, 0
         self._optimized: int | None = None
-        self.calm = ExitStack()
-        self.session = Session(mailbox, learner_id)
+        self.calm: ExitStack[bool | None] = ExitStack()
+        self.session: Session = Session(mailbox, learner_id)
         self._ranks = Ranks(world())
         self.lockstep = self.session.lockstep = Lockstep(self.session, self._ranks, closes=False)
         self._leftovers = Leftovers(mailbox)

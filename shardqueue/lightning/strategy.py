@@ -74,6 +74,9 @@ class ElasticStrategy(DDPStrategy):
             allow elastic steps; the message says what to use instead.
     """
 
+    weight: Callable[[Any], float] | None
+    join: Callable[[list[Any]], Any] | None
+
     def __init__(
         self,
         micro_batches: int,
@@ -86,8 +89,8 @@ class ElasticStrategy(DDPStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **settings: object,
     ) -> None:
-        self.micro_batches = check_int("micro_batches", micro_batches, 1)
-        self.group = check_int("group", group, 1)
+        self.micro_batches: int = check_int("micro_batches", micro_batches, 1)
+        self.group: int = check_int("group", group, 1)
         check_function("weight", weight)
         check_function("join", join)
         self.weight, self.join = weight, join

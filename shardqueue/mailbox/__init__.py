@@ -30,6 +30,7 @@ from shardqueue.errors import (
 )
 
 if TYPE_CHECKING:
+    import builtins
     from collections.abc import Iterable
 
 __all__ = ["Mailbox", "open_mailbox"]
@@ -55,12 +56,12 @@ class Mailbox(Protocol):
         """Return what `key` holds, or None when it does not exist."""
         ...
 
-    def list(self, prefix: str, after: str = "", limit: int | None = None) -> list[str]:
+    def list(self, prefix: str, after: str = "", limit: int | None = None) -> builtins.list[str]:
         """Return the keys that start with `prefix` and sort after `after`, sorted, the first `limit` of them."""
         ...
 
     def put(self, key: str, data: bytes) -> None:
-        """Write `key`, replacing what it held. For records that only their owner writes."""
+        """Write `data` to `key`, replacing what it held. For records that only their owner writes."""
         ...
 
     def delete(self, keys: Iterable[str]) -> None:

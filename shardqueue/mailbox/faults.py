@@ -18,6 +18,7 @@ from shardqueue.errors import InvalidInputError, MailboxUnavailableError
 from shardqueue.mailbox.names import check_listing
 
 if TYPE_CHECKING:
+    import builtins
     from collections.abc import Callable, Iterable, Mapping
 
     from shardqueue.mailbox import Mailbox
@@ -44,7 +45,7 @@ class Wrapper:
         """See `Mailbox.get`."""
         return self._around("get", key, lambda: self._mailbox.get(key))
 
-    def list(self, prefix: str, after: str = "", limit: int | None = None) -> list[str]:
+    def list(self, prefix: str, after: str = "", limit: int | None = None) -> builtins.list[str]:
         """See `Mailbox.list`."""
         return self._around("list", prefix, lambda: self._mailbox.list(prefix, after, limit))
 
@@ -92,7 +93,11 @@ class Delayed(Wrapper):
 
 
 class Counted(Wrapper):
-    """Counts the calls of each verb, from any thread, before they are made."""
+    """Counts the calls of each verb, from any thread, before they are made.
+
+    Args:
+        mailbox: who makes the calls.
+    """
 
     def __init__(self, mailbox: Mailbox) -> None:
         super().__init__(mailbox)
@@ -118,7 +123,11 @@ class Counted(Wrapper):
 
 
 class Outage(Wrapper):
-    """While `down`, no call reaches the store."""
+    """While `down`, no call reaches the store.
+
+    Args:
+        mailbox: who makes the calls.
+    """
 
     def __init__(self, mailbox: Mailbox) -> None:
         super().__init__(mailbox)
@@ -140,7 +149,7 @@ class Outage(Wrapper):
         return forward()
 
 
-class _Chosen(Wrapper):
+class Chosen(Wrapper):
     """Misbehaves in some of its calls: each n-th of those that can, or those a rule names."""
 
     def __init__(
@@ -168,7 +177,7 @@ class _Chosen(Wrapper):
             return self._calls % (self._every or 1) == 0
 
 
-class LostResponse(_Chosen):
+class LostResponse(Chosen):
     """A write lands, and its caller is told that the outcome is unknown.
 
     Args:
@@ -184,7 +193,7 @@ class LostResponse(_Chosen):
         return answer
 
 
-class TornRead(_Chosen):
+class TornRead(Chosen):
     """A `get` answers with only the beginning of what the key holds.
 
     No mailbox may do this: bodies appear whole. It is for seeing that nothing acts on part of a record.
@@ -233,9 +242,9 @@ class StaleListing(Wrapper):
         self._every = every
         self._lock = threading.Lock()
         self._listings = 0
-        self._snapshot: list[str] = []
+        self._snapshot: builtins.list[str] = []
 
-    def list(self, prefix: str, after: str = "", limit: int | None = None) -> list[str]:
+    def list(self, prefix: str, after: str = "", limit: int | None = None) -> builtins.list[str]:
         """See `Mailbox.list`; of the keys in the snapshot."""
         check_listing(prefix, after, limit)
         with self._lock:

@@ -83,7 +83,7 @@ class GcsStore:
     page_size = 1000
 
     def __init__(self, bucket: str, base: str, options: Mapping[str, Any]) -> None:
-        require_version("gcsfs", gcsfs.__version__, "2024.12.0", "gcs")
+        require_version("gcsfs", gcsfs.__version__, "2026.2.0", "gcs")
         self._base = base
         forced = {"use_listings_cache": False, "skip_instance_cache": True, "asynchronous": False}
         # Its successor in newer versions asks Google what kind of bucket this is, whatever the endpoint.

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     Up = Callable[[int], Ranks]
 
+pytestmark = pytest.mark.torch
+
 
 def summed(rank: int, values: list[float]) -> float:
     """All-reduce over gloo, with a group of the function's own making that it leaves to the harness."""
