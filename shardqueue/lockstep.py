@@ -313,18 +313,19 @@ class Lockstep(Assembly):
         pass_ = self.begin(dataset, {**(settings or {}), "total": dataset.batches}, run)
         first = first_share(dataset, self.ranks.size) if self.ranks.size > 1 else 0
         supply = Supply(self.session, dataset, loader, pass_, None)
-        self.repeating = False
+        self.repeating, given = False, 0
         with dataset.together():
             try:
-                begun, _ = self.begin_by_speed(supply, first)
-                if begun is not None:
-                    yield begun
+                item, _ = self.begin_by_speed(supply, first)
+                if item is None:
+                    item = supply.fetch(wait=True)
+                while item is not None:
+                    given += 1
+                    supply.at_end = given == dataset.batches  # who had all of them is not asked for more
+                    yield item
                     self.check_alone(supply)
                     self.session.came_back()
-                while (following := supply.fetch(wait=True)) is not None:
-                    yield following
-                    self.check_alone(supply)
-                    self.session.came_back()
+                    item = supply.fetch(wait=True)
                 supply.at_end = True
             finally:
                 supply.close()

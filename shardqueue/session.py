@@ -441,9 +441,8 @@ class Session:
         finally:
             self._closed, self._entered = not self.own, False
             ENTERED.remove(self)
-            self._book.left = (
-                "error" if error is not None and not isinstance(error, GeneratorExit) else self._ended
-            )
+            # What ends a program in order (Ctrl-C, SIGTERM, `sys.exit`) is no error of it.
+            self._book.left = "error" if isinstance(error, Exception) else self._ended
             if self._rollback is not None:
                 self._rollback.finish()
             if self._writer is not None:

@@ -662,6 +662,18 @@ def test_each_training_pass_is_judged_and_others_only_when_named() -> None:
             story.report(pass_=name)
 
 
+def test_of_a_run_without_training_the_other_passes_are_judged() -> None:
+    spans = [span(unit, 0, 4, whole=True, pass_="predict0") for unit in UNITS]
+    story = Story()
+    manifest = Manifest.decode(story.mailbox.get(story.keys.manifest) or b"", "key")
+    plans = {"predict": manifest.plans["train"]}
+    story.mailbox.put(story.keys.manifest, msgspec.structs.replace(manifest, plans=plans).encode())
+    report = story.log("ann", *spans[1:], left="end").report()
+    assert [(account.name, account.verdict) for account in report.accounts] == [("predict0", Verdict.AT_MOST_ONCE)]
+    report = story.log("bob", spans[0], left="end").report()
+    assert [(account.name, account.verdict) for account in report.accounts] == [("predict0", Verdict.ONCE)]
+
+
 def test_nothing_here_is_said() -> None:
     with pytest.raises(RunError, match="no run was ever opened here"):
         gather(MemoryMailbox(), Clock(), time.sleep)
@@ -873,17 +885,25 @@ def audited(mailbox: Mailbox) -> Report:
     return Report("x", case, accounts)
 
 
-def test_a_loader_that_nobody_tracks_is_named() -> None:
+def test_repeats_of_ranks_that_step_together_are_in_no_log_and_that_is_said() -> None:
+    stepped = Story().whole(SECOND).log("bob", span(SECOND, 0, 4, whole=True), reached=("", 3))
+    assert "uneven='repeat'" not in lines(stepped.report())
+    stepped.log("cyd", reached=("", 3))
+    assert "uneven='repeat'" in lines(stepped.report())
+
+
+@pytest.mark.parametrize("left", ["end", "early"])
+def test_a_loader_that_nobody_tracks_is_named(left: Left) -> None:
     story = Story()
     page = LogPage.decode(
-        story.log("bob", process="0").mailbox.get("learners/bob~bob1/0.000000") or b"", "key"
+        story.log("bob", process="0", left=left).mailbox.get("learners/bob~bob1/0.000000") or b"", "key"
     )
     story.mailbox.put(
         "learners/bob~bob1/0.000000", msgspec.structs.replace(page, totals=Totals(claimed=6)).encode()
     )
     report = story.report()
-    assert (report.verdict, report.good) == (Verdict.LOST, False)
-    assert "bob~bob1 claimed units to the end and recorded nothing as trained" in lines(report)
+    assert (report.verdict, report.good) == (Verdict.LOST if left == "end" else Verdict.AT_MOST_ONCE, False)
+    assert "bob~bob1 claimed units and recorded nothing as trained" in lines(report)
 
 
 def test_learners_that_come_and_go_train_exactly_once(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from learners import given_back, load
+from learners import given_back, last_page, load
 from torch.utils.data import DataLoader
 
 from shardqueue import Session, SharedQueueDataset, open_mailbox, preemption, shared_queue, unit_grid
@@ -55,6 +55,7 @@ def test_what_is_stepped_after_it_is_trained(tmp_path: Path, workers: int) -> No
             assert number <= 2
             session.step(samples=1)
     assert trained(tmp_path) == begin_again(tmp_path) == 3
+    assert last_page(open_mailbox(tmp_path), "a").left == "early", "in order, which is no error"
 
 
 @pytest.mark.usefixtures("_held_for_long")

@@ -210,6 +210,15 @@ def test_who_is_not_there_and_held_units_is_named() -> None:
     assert "bob is silent and held 1 unit, not handed out again" in stand(memory).notes
 
 
+def test_what_a_dead_learner_held_is_no_matter_once_somebody_saw_all_of_it_trained() -> None:
+    memory = MemoryMailbox()
+    opened(memory, reclaim_after=60.0)
+    logged(memory, page("bob", wall=0.0, held=[HeldClaim("", "u", 0)]), page(left="end"))
+    assert not any("bob" in note for note in stand(memory).notes)
+    opened(memory)
+    assert "bob is silent and held 1 unit, not handed out again" in stand(memory).notes
+
+
 # -- watching --------------------------------------------------------------------------------------------------
 
 

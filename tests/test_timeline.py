@@ -256,7 +256,7 @@ def test_a_learner_that_came_back_has_two_lanes_side_by_side() -> None:
     chart = story.chart()
     assert [lane.instance for lane in chart.lanes] == ["a3", "a2", "bob1"]
     assert (chart.lanes[0].gone, chart.lanes[0].parted, chart.lanes[1].away) == (True, 12.0, 40.0)
-    assert [line.split()[:2] for line in shown(chart)[2:4]] == [["ann", "(a3)"], ["ann", "(a2)"]]
+    assert [line.split()[:2] for line in shown(chart)[3:5]] == [["ann", "(a3)"], ["ann", "(a2)"]]
 
 
 @pytest.mark.parametrize(("seen", "gone"), [(lambda _: False, True), (lambda _: True, False)])
@@ -358,8 +358,8 @@ def test_a_unit_that_was_taken_over_is_told_from_one_lane_to_the_other() -> None
     assert (bob.gone, bob.parted, bob.away) == (True, 22.0, 58.0)
     lines = shown(chart)
     assert f"{FIRST}: bob (silent) -> ann at batch 2" in lines
-    assert "✗" in lines[3]
-    assert "↪" in lines[2]
+    assert "✗" in lines[4]
+    assert "↪" in lines[3]
 
 
 def test_no_claim_is_read_but_of_an_attempt_that_no_log_names() -> None:
@@ -554,6 +554,26 @@ def test_keys_that_can_be_none_are_named_and_left_out() -> None:
     assert sum("cannot be read" in note for note in chart.notes) == 2
 
 
+def test_a_loader_that_no_session_tracks_is_not_idle_but_unknown() -> None:
+    story = Story()
+    for worker, left in (("0", "end"), ("1", "early")):
+        story.log("ann", since=1.0, left=left, process=worker, totals=Totals(claimed=3))
+    chart = story.chart()
+    assert [(lane.idle, lane.there) for lane in chart.lanes] == [(0.0, 0.0)] * 2
+    assert "ann claimed 6 units, and its log has none of them as trained" in chart.notes
+
+
+def test_other_runs_are_named_unless_one_is_asked_for() -> None:
+    story = Story().log("ann", span(FIRST, 0, 10))
+    for name in ("2", "again"):
+        Story(mailbox=story.mailbox, keys=RunKeys(name)).opens(wall=OPENED + len(name))
+    assert story.chart().run == "again"
+    assert story.chart().notes == ("--run 2 shows another run that is here, and there are 1 more",)
+    asked = read(story.mailbox, "1", clock=At(1000.0), seen=lambda _: None)
+    assert asked is not None
+    assert (len(asked.lanes), asked.notes) == (1, ())
+
+
 def test_notes_of_one_kind_are_few() -> None:
     story = Story()
     for number in range(50):
@@ -645,7 +665,7 @@ def test_names_out_of_all_proportion_are_cut() -> None:
 # -- the terminal ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("width", [72, 80, 119, 250])
+@pytest.mark.parametrize("width", [40, 60, 72, 80, 119, 250])
 def test_rows_fill_the_width_and_no_more(width: int) -> None:
     lines = shown(reclaimed().chart(), width)
     rows = [line for line in lines if line.startswith((" ann ", " bob "))]
@@ -658,40 +678,40 @@ def test_a_long_name_keeps_its_end() -> None:
         story.log(name, span(name, 0, 10))
     first, second = story.chart().lanes
     wide = replace(first, learner="\u6c34" * 30 + "xyz")
-    rows = shown(replace(story.chart(), lanes=(first, second, wide)))[2:5]
+    rows = shown(replace(story.chart(), lanes=(first, second, wide)))[3:6]
     assert [cell_len(row) for row in rows] == [80, 80, 80]
     for row, end in zip(rows, ("4711", "4712", "\u6c34xyz"), strict=True):
         assert f"{end} " in row
-    assert "~" in shown(story.chart(), encoding="ascii")[2]
+    assert "~" in shown(story.chart(), encoding="ascii")[3]
 
 
 def test_what_a_row_shows() -> None:
     story = Story().log("ann", span(FIRST, 25, 50, 25), span(SECOND, 50, 75, 12.5), span(THIRD, 90, 100))
     lines = shown(story.chart(), 80)
-    row = lines[2].split("  ")[0].strip(" an")
+    row = lines[3].split("  ")[0].strip(" an")
     cells = len(row)
     assert set(row[: cells // 4 - 1]) == {"░"}, "waits"
     assert set(row[cells // 4 + 1 : cells // 2 - 1]) == {"█"}, "trains"
     assert set(row[cells // 2 + 1 : 3 * cells // 4 - 1]) <= {"▒", "▓"}, "waits half of the time"
     assert set(row[3 * cells // 4 + 1 : 9 * cells // 10 - 1]) == {"·"}, "idle"
-    assert lines[2].split()[-5:] == ["48%", "38%", "15%", "12", "0.505"]
+    assert lines[3].split()[-5:] == ["48%", "38%", "15%", "12", "0.505"]
     assert "idle: 15.0 s of the 100.0 s of all learners (15%); 37.5 s more they waited for data" in lines
 
 
 def test_the_tail_is_on_the_axis_and_crosses_the_rows() -> None:
     story = Story().log("ann", span(FIRST, 0, 100)).log("bob", span(SECOND, 0, 60))
     lines = shown(story.chart(), 80)
-    assert lines[2].index("│") == lines[3].index("│") == lines[4].index("┘")
-    assert "tail of e0 ┘" in lines[4]
+    assert lines[3].index("│") == lines[4].index("│") == lines[5].index("┘")
+    assert "tail of e0 ┘" in lines[5]
     assert "tail of e0: 40.0 s from the first learner's last batch to the last one's; 40.0 s idle" in lines
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_an_encoding_without_blocks_gets_ascii(encoding: str) -> None:
     lines = shown(reclaimed().chart(), 80, encoding)
-    assert "#" in lines[2]
-    assert ">" in lines[2]
-    assert "x" in lines[3]
+    assert "#" in lines[3]
+    assert ">" in lines[3]
+    assert "x" in lines[4]
 
 
 def crowd(learners: int) -> Chart:
@@ -802,7 +822,7 @@ def test_the_command_shows_a_run(trained: Path, capsys: pytest.CaptureFixture[st
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"run 1 at {trained}: 1 learner, ")
     assert lines[0].endswith("24 batches of e0")
-    assert len(lines[2]) <= 90
+    assert len(lines[3]) <= 90
 
 
 def test_the_command_prints_one_document(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -845,7 +865,7 @@ def test_what_is_not_ours_is_an_error(
         ([str(tmp_path)], "a mailbox within it"),
         ([str(trained), "--run", "9"], "a run under this prefix (1)"),
         ([str(trained), "--pass", "e9"], "a pass that the logs know (e0)"),
-        ([str(trained), "--width", "9"], "at least 72"),
+        ([str(trained), "--width", "9"], "at least 40"),
     ):
         assert main(["timeline", *arguments]) == 2
         assert reason in capsys.readouterr().err

@@ -41,9 +41,11 @@ class Case:
         situation: who is there, and whether it came to its end.
         passes: what is known of each, and what it has to hand out.
         learners: (learner, instance) of everybody who has a log.
-        untracked: (learner, instance) of those who claimed to the end and recorded nothing as trained.
+        untracked: (learner, instance) of those who claimed and recorded nothing as trained: to the end, or in workers
+            of a loader, which log by themselves only where no session tracks it.
         strangers: (learner, instance) of logs that were written in another run, or lie under another's name.
         last: when a log was written last, in wall-clock seconds; None for never.
+        in_step: several ranks stepped together.
     """
 
     run: str
@@ -54,6 +56,7 @@ class Case:
     untracked: set[tuple[str, str]] = field(default_factory=set)
     strangers: set[tuple[str, str]] = field(default_factory=set)
     last: float | None = None
+    in_step: bool = False
 
 
 def gather(
@@ -70,7 +73,8 @@ def gather(
         clock: measures how long a log was watched.
         sleep: waits for some seconds.
         run: its name; the newest run where it is None.
-        pass_: the one pass that is meant; all training passes where it is None, since others may have been removed.
+        pass_: the one pass that is meant. Where it is None, all training passes, since others may have been removed;
+            of a run that has none (a test, a prediction), all there are.
 
     Raises:
         RunError: there is no such run, or it cannot be judged.
@@ -98,7 +102,9 @@ def gather(
     case = Case(keys.run, manifest, situation)
     case.learners = {log.owner for log in ledger.logs.values()}
     busy = {
-        log.owner for log in ledger.logs.values() if log.newest.totals.batches or log.newest.left != "end"
+        log.owner
+        for (_, _, process), log in ledger.logs.items()
+        if log.newest.totals.batches or (process == "main" and log.newest.left != "end")
     }
     claiming = {log.owner for log in ledger.logs.values() if log.newest.totals.claimed}
     case.untracked = claiming - busy
@@ -108,7 +114,9 @@ def gather(
         if process not in named or log.newest.run_id not in ("", manifest.run_id)
     }
     case.last = max((log.newest.wall for log in ledger.logs.values()), default=None)
-    found = _by_pass(ledger, keys, listed)
+    stepped = {log.owner for log in ledger.logs.values() if log.newest.reached is not None}
+    case.in_step = len(stepped) > 1
+    found = _by_pass(ledger, keys, listed, trains=TRAIN in manifest.plans)
     for name in _meant(found, pass_):
         evidence = found[name]
         expected = _expected(manifest, name)
@@ -180,12 +188,12 @@ def _watch(
         pause = min(LOOK_EVERY, 2 * pause)
 
 
-def _by_pass(ledger: Ledger, keys: RunKeys, listed: list[str]) -> dict[str, Evidence]:
+def _by_pass(ledger: Ledger, keys: RunKeys, listed: list[str], trains: bool) -> dict[str, Evidence]:
     found = sort_by_pass(ledger)
     for learner, instance, name in filter(None, map(keys.parse_whole, listed)):
         found.setdefault(name, Evidence(name)).noted.add((learner, instance))
     numbers = [number for name in found if (number := pass_number(name)) is not None]
-    if not numbers:
+    if not numbers and (trains or not found):
         found[""] = Evidence("")
     for name, evidence in found.items():
         evidence.final = pass_number(name) == max(numbers, default=0)
@@ -194,12 +202,8 @@ def _by_pass(ledger: Ledger, keys: RunKeys, listed: list[str]) -> dict[str, Evid
 
 def _meant(found: dict[str, Evidence], pass_: str | None) -> list[str]:
     if pass_ is None:
-        return [
-            name
-            for _, name in sorted(
-                (pass_number(name), name) for name in found if pass_number(name) is not None
-            )
-        ]
+        training = {name: number for name in found if (number := pass_number(name)) is not None}
+        return sorted(training, key=training.__getitem__) or sorted(found)
     name = "" if pass_ == "e0" else pass_
     if name not in found or not pass_:
         bound = f"a pass that the logs know ({', '.join(sorted(map(shown_pass, found)))})"

@@ -204,8 +204,13 @@ def _notes(report: Report) -> Iterator[str]:
         yield f"The log of {learner}~{instance} is not of this run, or lies under another name; remove it."
     for learner, instance in sorted(case.untracked):
         yield (
-            f"{learner}~{instance} claimed units to the end and recorded nothing as trained: iterate "
-            "session.track(loader) in an entered Session."
+            f"{learner}~{instance} claimed units and recorded nothing as trained, so what it trained is in no log: "
+            "iterate session.track(loader) in an entered Session."
+        )
+    if case.in_step and not any(account.left_out and account.left for account in report.accounts):
+        yield (
+            "Ranks stepped together. In lockstep with uneven='repeat', a last step for which there are fewer batches than "
+            "ranks has some of them a second time, up to W - 1 on W ranks. No log has these."
         )
     for account in report.accounts:
         name = shown_pass(account.name)

@@ -16,6 +16,7 @@ is left (see `restart` for the Trainer's part in it).
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections import Counter
 from contextlib import closing, contextmanager
@@ -47,7 +48,6 @@ from shardqueue.lockstep import shares
 from shardqueue.state import State
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from lightning.pytorch import Trainer
@@ -227,6 +227,8 @@ class SharedQueueDataModule(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Refuse ranks whose Trainers differ, which would leave one waiting for another."""
+        if self.trainer is not None:
+            _warn_of_trainers_apart(self.trainer)
         if stage == "fit":
             self._start, self._spent, self._trained = {} if self._spent else self._start, False, None
             self._follow_restart()
@@ -592,6 +594,18 @@ class TrainLoader(StageLoader):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Nothing."""
+
+
+def _warn_of_trainers_apart(trainer: Trainer) -> None:
+    """On a machine without a GPU `devices="auto"` is one, also where torchrun has started more processes."""
+    started = int(os.environ.get("WORLD_SIZE", "1")) if dist.is_torchelastic_launched() else 1
+    if trainer.world_size == 1 < started:
+        warnings.warn(
+            f"torchrun started {started} processes, and the Trainer of each has one device: each trains on all of "
+            f"the data, by itself; make them ranks of one job by Trainer(devices={started}, ...) on one machine",
+            ShardQueueWarning,
+            stacklevel=3,
+        )
 
 
 def _refuse_shared_replicas(trainer: Trainer) -> None:

@@ -270,12 +270,13 @@ def _notes(
     after = manifest.reclaim_after
     alive = any(learner.life is Life.ALIVE for learner in learners)
     again = "not handed out again"
+    over = after is not None and Life.ENDED in lives  # whoever ended has seen all of it trained
     if after is not None:
         again = (
             f"handed out again after {after:g} s of silence" if alive else "and nobody is there to take over"
         )
     for learner in learners:
-        if learner.held and learner.life not in (Life.ALIVE, Life.ENDED):
+        if learner.held and not over and learner.life not in (Life.ALIVE, Life.ENDED):
             held = f"{learner.held:,} unit{'' if learner.held == 1 else 's'}"
             yield f"{learner.name} is {_IS[learner.life]} and held {held}, {again}"
     if any(sighting.page.left == "end" and sighting.page.rests and sighting.here for sighting in sightings):

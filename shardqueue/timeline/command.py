@@ -20,7 +20,7 @@ DEADLINE = 15.0
 """Seconds for which a call to a bucket may go on trying."""
 NOTHING = 3
 """Exit code where nothing is there yet."""
-NARROWEST = 72
+NARROWEST = 40
 
 _DESCRIPTION = """\
 Who worked on what in the run at URL, and when: a lane for each learner, with

@@ -48,6 +48,7 @@ class Material:
         unreadable: what is wrong with what could not be read.
         strangers: the learners under whose names logs of others lie.
         more_handovers: how many were read, if there are more.
+        others: the other runs, newest first, where nobody said which one is meant.
     """
 
     url: str
@@ -63,6 +64,7 @@ class Material:
     unreadable: list[str] = field(default_factory=list)
     strangers: list[str] = field(default_factory=list)
     more_handovers: int | None = None
+    others: list[str] = field(default_factory=list)
 
 
 def make(read: Material) -> Chart:
@@ -119,6 +121,8 @@ def _lane(one: Traced, origin: float, end: float, wanted: frozenset[str]) -> Lan
     page, folded, seconds = one.page, one.folded, end - origin
     begin = min(end, max(origin, folded.since))
     leave = end if one.parted is None else max(begin, min(end, one.parted))
+    if one.untracked:
+        leave = begin
     others = [extent for name, extent in folded.extents.items() if wanted and name not in wanted]
     elsewhere = sum(max(0.0, min(extent.stop, leave) - max(extent.start, begin)) for extent in others)
     busy = min(folded.busy, seconds)
@@ -168,11 +172,17 @@ def _notes(read: Material) -> Iterator[str]:
         for name in read.strangers
     )
     yield from _few(note for one in read.processes for note in _notes_of(one, read))
+    yield from _few(_unrecorded(read.processes))
     yield from _few(
         f"the clocks of {named(first)} and {named(second)} differ by {seconds:.2g} s or more: attempt {attempt + 1} "
         f"of {named(unit)} began before attempt {attempt} had ended; compare their bars with care"
         for (first, second), (seconds, (_, unit, attempt)) in sorted(read.chains.apart.items())
     )
+    if read.others:
+        first, more = named(read.others[0]), len(read.others) - 1
+        yield f"--run {first} shows another run that is here" + (
+            f", and there are {more:,} more" if more else ""
+        )
     if read.more_handovers is not None:
         yield f"more than {read.more_handovers:,} attempts were ended before their units were: the rest is not shown"
     blurred = max((one.folded.blurred for one in read.processes), default=0.0)
@@ -192,8 +202,18 @@ def _notes_of(one: Traced, read: Material) -> Iterator[str]:
     late = read.clocks.opened - min((bar.start for bar in folded.bars), default=read.clocks.opened)
     if late > LATE:
         yield f"the clock of {host} is {late:,.0f} s or more behind that of {named(read.manifest.opened_by)}"
-    if page.totals.claimed and not folded.extents and not folded.odd and page.left == "end":
-        yield f"{name} claimed {counted(page.totals.claimed):,} units, and its log has none of them as trained"
+
+
+def _unrecorded(processes: Sequence[Traced]) -> Iterator[str]:
+    """Who claimed, and trained nothing that a log knows of."""
+    claimed: Counter[str] = Counter()
+    for one in processes:
+        ended = one.page.left == "end" or one.untracked
+        if ended and not one.folded.extents and not one.folded.odd:
+            claimed[named(one.page.learner)] += counted(one.page.totals.claimed)
+    for name, units in claimed.items():
+        if units:
+            yield f"{name} claimed {units:,} units, and its log has none of them as trained"
 
 
 def _few(notes: Iterable[str]) -> Iterator[str]:

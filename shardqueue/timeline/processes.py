@@ -35,6 +35,11 @@ class Traced:
         return self.page.learner, self.page.instance
 
     @property
+    def untracked(self) -> bool:
+        """Whether it is a worker of a loader that no session tracks: only such a one logs by itself."""
+        return self.page.process != "main" and not self.folded.extents
+
+    @property
     def finished(self) -> float | None:
         """When it trained its last batch of the passes that are meant."""
         return max((bar.stop for bar in self.folded.bars), default=None)

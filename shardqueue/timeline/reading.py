@@ -84,6 +84,8 @@ def read(
     wanted = frozenset("" if name == "e0" else name for name in passes)
     clocks = Clocks.around(manifest.wall, now)
     found = Material(url, chosen, manifest, now, clocks, wanted, Chains())
+    if run is None:
+        found.others = [name for name in runs.newest_first if name != chosen]
     _read_logs(mailbox, found, bars)
     _check(found)
     _read_backs(mailbox, found)

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
 PIPED = 100
 """Columns where there is no terminal."""
-FEWEST_CELLS = 10
+FEWEST_CELLS, ENOUGH_CELLS = 10, 20
+KEPT = 2
+"""Columns of numbers that the narrowest terminal has room for."""
 WIDEST_NAME = 24
 MANY, EACH = 32, 12
 """Of more lanes than `MANY`, `EACH` of the idlest and of the busiest are shown."""
@@ -129,47 +131,54 @@ class _Rows:
         self._chart, self._glyphs = chart, strips.glyphs(encoding)
         self._signs = SIGNS if _has(encoding, SIGNS) else ASCII_SIGNS
         self._names = [visible(name) for name in names(chart.lanes)]
-        self._columns = self._columns_of(chart)
-        numbers = [[cell(lane) for _, cell in self._columns] for lane in chart.lanes]
-        titles = [title for title, _ in self._columns]
-        self._widths = [max(map(len, column)) for column in zip(titles, *numbers, strict=True)]
-        self._numbers = [
-            "".join(f"  {n:>{w}}" for n, w in zip(row, self._widths, strict=True)) for row in numbers
-        ]
-        beside = 3 + sum(2 + one for one in self._widths)
         longest = max(map(cell_len, self._names))
+        columns = self._columns_of(chart)
+        while True:
+            numbers = [[cell(lane) for _, cell in columns] for lane in chart.lanes]
+            table = [[title for title, _ in columns], *numbers]
+            widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+            beside = 3 + sum(2 + one for one in widths)
+            if len(columns) <= KEPT or width - beside - min(longest, FEWEST_CELLS) >= ENOUGH_CELLS:
+                break
+            columns.pop(1 if len(columns) == KEPT + 1 else -1)  # busy and idle stay
+        self._heads, *self._numbers = (
+            "".join(f"  {n:>{w}}" for n, w in zip(row, widths, strict=True)) for row in table
+        )
+        self._width = width
         self._name = min(longest, WIDEST_NAME, max(FEWEST_CELLS, (width - beside) // 2))
         self._scale = strips.Scale(chart.seconds or 1.0, max(FEWEST_CELLS, width - beside - self._name))
         self._tail = chart.tails[-1] if chart.tails else None
 
     def lines(self, everybody: bool) -> Iterator[Text]:
-        heads = "".join(f"  {title:>{w}}" for (title, _), w in zip(self._columns, self._widths, strict=True))
-        legend = " " * (self._name + 2) + self._legend()
-        yield Text(f"{legend:<{self._name + self._scale.cells + 3}}{heads}", style="dim")
+        yield from (Text(f" {line}", style="dim") for line in self._legend())
+        yield Text(" " * (self._name + self._scale.cells + 3) + self._heads, style="dim")
         lanes = range(len(self._chart.lanes))
         if everybody or len(lanes) <= MANY:
             yield from map(self._line, lanes)
         else:
             order = sorted(lanes, key=lambda at: self._chart.lanes[at].busy)
             yield from map(self._line, order[:EACH])
-            between = [self._chart.lanes[at].busy / self._scale.seconds for at in order[EACH:-EACH]]
-            bounds = f"{between[0]:.0%} to {between[-1]:.0%}"
-            yield Text(f" {len(between):,} more, busy for {bounds}; --all shows them", style="italic")
+            least, most = (seconds_shown(self._chart.lanes[order[at]].busy) for at in (EACH, -EACH - 1))
+            more = f"{len(order) - 2 * EACH:,} more, busy for {least} to {most}; --all shows them"
+            yield Text(f" {more}", style="italic")
             yield from map(self._line, order[-EACH:])
         yield Text(" " * (self._name + 2) + self._axis())
 
-    def _legend(self) -> str:
+    def _legend(self) -> list[str]:
         shades, lanes = self._glyphs.shades, self._chart.lanes
         parts = [f"{shades[-1]} busy", f"{shades[1]} waits", f"{shades[0]} idle"]
         parts += (
             [f"{self._signs.taken} taken over"] if any(one.reclaimed for one in self._chart.handovers) else []
         )
-        parts += (
-            [f"{self._signs.gone} gone"] if any(lane.gone or lane.left == "error" for lane in lanes) else []
-        )
-        while len("  ".join(parts)) > self._scale.cells + 1:
-            parts.pop()
-        return "  ".join(parts)
+        lost = {"gone" if lane.gone else "failed" for lane in lanes if lane.gone or lane.left == "error"}
+        parts += [f"{self._signs.gone} {' or '.join(sorted(lost, reverse=True))}"] if lost else []
+        lines = [parts[0]]
+        for part in parts[1:]:
+            if 1 + len(lines[-1]) + 2 + len(part) <= self._width:
+                lines[-1] += f"  {part}"
+            else:
+                lines.append(part)
+        return lines
 
     def _columns_of(self, chart: Chart) -> list[tuple[str, Callable[[Lane], str]]]:
         samples = any(lane.samples for lane in chart.lanes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from collections import Counter
@@ -97,6 +98,26 @@ def test_a_look_in_the_middle_of_an_epoch_is_refused(ranks: Up, tmp_path: Path) 
 
 
 # -- ranks that differ ---------------------------------------------------------------------------------------
+
+
+def apart(rank: int, folder: str, started: int) -> list[str]:
+    """Fit as one of the processes that torchrun started, with a Trainer of one device; what the library warns of."""
+    os.environ |= {"TORCHELASTIC_RUN_ID": "job", "WORLD_SIZE": str(started)}
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            data = SharedQueueDataModule(folder, **numbered("train"))
+            quiet_trainer(1, max_epochs=1).fit(Recorder(), datamodule=data)
+    finally:
+        del os.environ["TORCHELASTIC_RUN_ID"], os.environ["WORLD_SIZE"]
+    return [str(one.message) for one in caught if issubclass(one.category, ShardQueueWarning)]
+
+
+def test_processes_that_train_apart_are_warned(ranks: Up, tmp_path: Path) -> None:
+    [[said]] = ranks(1).run(apart, str(tmp_path / "two"), 2)
+    assert "torchrun started 2 processes" in said
+    assert "Trainer(devices=2" in said
+    assert ranks(1).run(apart, str(tmp_path / "one"), 1) == [[]]
 
 
 def differing(rank: int, folder: str, name: str, values: list[Any]) -> None:
