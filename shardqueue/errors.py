@@ -65,6 +65,10 @@ class MailboxUnavailableError(MailboxError):
     """The store did not answer; the call may or may not have taken effect. Trying again is right."""
 
 
+class IncompleteError(MailboxUnavailableError):
+    """An object is there and is not whole: it is being written, or its writer died."""
+
+
 class RecordError(ShardQueueError, ValueError):
     """An object in the mailbox is not a record of this protocol."""
 

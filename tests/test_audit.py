@@ -669,7 +669,9 @@ def test_of_a_run_without_training_the_other_passes_are_judged() -> None:
     plans = {"predict": manifest.plans["train"]}
     story.mailbox.put(story.keys.manifest, msgspec.structs.replace(manifest, plans=plans).encode())
     report = story.log("ann", *spans[1:], left="end").report()
-    assert [(account.name, account.verdict) for account in report.accounts] == [("predict0", Verdict.AT_MOST_ONCE)]
+    assert [(account.name, account.verdict) for account in report.accounts] == [
+        ("predict0", Verdict.AT_MOST_ONCE)
+    ]
     report = story.log("bob", spans[0], left="end").report()
     assert [(account.name, account.verdict) for account in report.accounts] == [("predict0", Verdict.ONCE)]
 

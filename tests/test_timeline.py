@@ -425,6 +425,13 @@ def test_clocks_of_two_machines_that_contradict_each_other_are_named(host: str, 
     assert len(notes) == noted
 
 
+def test_a_unit_cannot_be_taken_over_before_its_owner_had_begun() -> None:
+    story = Story().log("bob", since=50.0, held=[HeldClaim("", FIRST, 0)], left="early")
+    story.log("ann", span(FIRST, 17, 30, attempt=1), host="elsewhere")
+    [note] = story.back(FIRST, 0, 0, "bob", "early").chart().notes
+    assert note.startswith("the clocks of bob and elsewhere differ by 33 s or more")
+
+
 def test_only_so_many_ended_attempts_are_read() -> None:
     story = Story().log("bob", span(FIRST, 0, 20), left="early")
     for number in range(HANDOVERS + 1):
@@ -515,7 +522,7 @@ def test_clocks_ahead_of_this_one_or_behind_the_run_are_named() -> None:
     story = Story().log("ann", span(FIRST, -30, -10), since=-30, host="early")
     story.log("bob", span(SECOND, 0, 10), seen=200, host="late")
     assert story.chart(at=100).notes == (
-        "the clock of early is 30 s or more behind that of ann",
+        "the clock of early is 30 s or more behind that of the machine of ann",
         "the clock of late is 100 s ahead of this one",
     )
 
@@ -554,8 +561,29 @@ def test_keys_that_can_be_none_are_named_and_left_out() -> None:
     assert sum("cannot be read" in note for note in chart.notes) == 2
 
 
+def test_waits_that_no_batch_has_are_no_idle_time() -> None:
+    waits = Totals(elapsed=100.0, waited=30.0)
+    story = Story().log("ann", span(FIRST, 10, 20), span(SECOND, 60, 100, 25.0), totals=waits)
+    ann = lane_of(story.chart(), "ann")
+    assert (ann.busy, ann.waited, ann.idle) == (50.0, 30.0, 20.0)
+
+
+def test_a_log_whose_writer_died_in_it_is_left_out_and_said(tmp_path: Path) -> None:
+    mailbox = open_mailbox(tmp_path)
+    with shared_queue(UNITS, mailbox, "ann", load) as queue:
+        count = sum(1 for _ in queue)
+    (tmp_path / "learners" / "bob~b1").mkdir()
+    (tmp_path / "learners" / "bob~b1" / "main.000000").touch()
+    chart = read(mailbox)
+    assert chart is not None
+    assert [(lane.learner, lane.batches) for lane in chart.lanes] == [("ann", count)]
+    assert any("its writer died" in note for note in chart.notes)
+    assert main(["status", str(tmp_path)]) == 0
+
+
 def test_a_loader_that_no_session_tracks_is_not_idle_but_unknown() -> None:
     story = Story()
+    left: Left
     for worker, left in (("0", "end"), ("1", "early")):
         story.log("ann", since=1.0, left=left, process=worker, totals=Totals(claimed=3))
     chart = story.chart()

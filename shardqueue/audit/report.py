@@ -209,8 +209,8 @@ def _notes(report: Report) -> Iterator[str]:
         )
     if case.in_step and not any(account.left_out and account.left for account in report.accounts):
         yield (
-            "Ranks stepped together. In lockstep with uneven='repeat', a last step for which there are fewer batches than "
-            "ranks has some of them a second time, up to W - 1 on W ranks. No log has these."
+            "Ranks stepped together. In lockstep with uneven='repeat', a last step for which there are fewer batches "
+            "than ranks has some of them a second time, up to W - 1 on W ranks. No log has these."
         )
     for account in report.accounts:
         name = shown_pass(account.name)

@@ -24,7 +24,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardqueue.errors import MailboxError, MailboxUnavailableError
+from shardqueue.errors import IncompleteError, MailboxError, MailboxUnavailableError
 from shardqueue.mailbox.names import (
     MAX_SEGMENT,
     check_body,
@@ -245,8 +245,8 @@ class FileMailbox:
                 return body
             if pause is not None:
                 self._sleep(pause)
-        raise OSError(
-            errno.EAGAIN, "it is being written, or its writer died; if it stays so, remove this file"
+        raise IncompleteError(
+            f"{path}: it is being written, or its writer died; try again, and if it stays so, remove this file"
         )
 
     def _sleep(self, seconds: float) -> None:

@@ -76,7 +76,10 @@ def parse(url: str) -> tuple[Place, dict[str, Any]]:
         raise InvalidInputError("url", public, "free of credentials", remedy)
     if not _BUCKET.fullmatch(bucket):
         raise InvalidInputError(
-            "url", public, f"{scheme}://bucket/prefix with a bucket's name", "name the bucket"
+            "url",
+            public,
+            f"{scheme}://bucket/prefix, the bucket's name at least 3 letters, digits and . _ -",
+            "name the bucket",
         )
     prefix = prefix.rstrip("/")
     segments = prefix.split("/") if prefix else []

@@ -13,7 +13,7 @@ from functools import partial
 from operator import eq
 from typing import TYPE_CHECKING
 
-from shardqueue.errors import RecordError
+from shardqueue.errors import IncompleteError, RecordError
 from shardqueue.learner import seen_here
 from shardqueue.logreader import LogReader
 from shardqueue.records import RunKeys
@@ -164,13 +164,13 @@ class Observer:
         reader = LogReader(self._mailbox, keys)
         try:
             return reader.read(listed=listed, newest_only=True), ()
-        except RecordError:
+        except (RecordError, IncompleteError):
             wrong = []
         processes = {log[:3] for key in listed if (log := keys.parse_log(key)) is not None}
         for process in sorted(processes):
             try:
                 reader.read(which=partial(eq, process), listed=listed, newest_only=True)
-            except RecordError as error:
+            except (RecordError, IncompleteError) as error:
                 wrong.append(str(error))
         return reader.ledger, tuple(wrong)
 

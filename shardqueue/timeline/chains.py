@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from shardqueue.records import BackRecord, ClaimRecord, LogPage
-    from shardqueue.timeline.lanes import Key, Part
+    from shardqueue.timeline.lanes import Folded, Key, Part
 
 TAKEN = ("gone", "silent", "left")
 """Why an attempt is ended by another learner than its owner."""
@@ -29,7 +29,13 @@ class _Owned:
 
     lane: int
     page: LogPage
+    since: float
     part: Part | None
+
+    @property
+    def by_then(self) -> float:
+        """When it had the attempt at the earliest: it had trained of it, or at least begun itself."""
+        return self.since if self.part is None else self.part.stop
 
 
 @dataclass(slots=True)
@@ -42,19 +48,21 @@ class Chains:
 
     apart: dict[tuple[str, str], tuple[float, Key]] = field(default_factory=dict)
     _owned: dict[Key, _Owned] = field(default_factory=dict)
-    _lanes: dict[tuple[str, str], tuple[int, LogPage]] = field(default_factory=dict)
+    _lanes: dict[tuple[str, str], tuple[int, LogPage, float]] = field(default_factory=dict)
 
-    def add(self, lane: int, page: LogPage, parts: Mapping[Key, Part]) -> None:
-        """Take in a log: its newest page, and its parts of attempts."""
+    def add(self, lane: int, page: LogPage, folded: Folded) -> None:
+        """Take in a log: its newest page, and what it came to."""
         owner = page.learner, page.instance
         if page.process == "main" or owner not in self._lanes:
-            self._lanes[owner] = lane, page
-        for key, part in parts.items():
+            self._lanes[owner] = lane, page, folded.since
+        for key, part in folded.parts.items():
             known = self._owned.get(key)
             if known is None or known.part is None:
-                self._owned[key] = _Owned(lane, page, part)
+                self._owned[key] = _Owned(lane, page, folded.since, part)
         for held in page.held:
-            self._owned.setdefault((held.pass_, held.unit, held.attempt), _Owned(lane, page, None))
+            self._owned.setdefault(
+                (held.pass_, held.unit, held.attempt), _Owned(lane, page, folded.since, None)
+            )
 
     def knows(self, key: Key) -> bool:
         """Whether a log names the owner of an attempt."""
@@ -103,11 +111,12 @@ class Chains:
 
     def _compare(self, owner: _Owned | None, taker: _Owned | None, key: Key, begin: int) -> None:
         """What was on record as trained before an attempt was ended came before the next one, whatever clocks say."""
-        if owner is None or taker is None or owner.part is None or taker.part is None:
+        if owner is None or taker is None or taker.part is None:
             return
-        early = owner.part.stop - taker.part.start
+        early = owner.by_then - taker.part.start
         one, other = owner.page.where, taker.page.where
-        if early <= 0.0 or owner.part.end > begin or one.boot == other.boot:
+        late = owner.part is not None and owner.part.end > begin  # it went on after the attempt was ended
+        if early <= 0.0 or late or one.boot == other.boot:
             return
         hosts = one.host, other.host
         self.apart[hosts] = max(self.apart.get(hosts, (0.0, key)), (early, key))

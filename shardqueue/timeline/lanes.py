@@ -100,6 +100,7 @@ class Folded:
         bars: in the order of their starts, with times as they are.
         rows: how many rows they need.
         busy, waited: seconds.
+        unplaced: seconds more that were waited, of which nobody knows between which batches; of elastic steps.
         batches, samples, spans: trained.
         extents: by pass, as keys call it, those that are not shown too.
         parts: of attempts that are not the first one or not whole, and so may have to do with another process.
@@ -113,6 +114,7 @@ class Folded:
     rows: int = 0
     busy: float = 0.0
     waited: float = 0.0
+    unplaced: float = 0.0
     batches: int = 0
     samples: int = 0
     spans: int = 0
@@ -144,6 +146,9 @@ def fold(log: Log, clocks: Clocks, wanted: frozenset[str], most: int) -> Folded:
     folded.parts = _parts(spans)
     if wanted:
         spans = [span for span in spans if span.pass_ in wanted]
+    elif isfinite(page.totals.waited):
+        placed = sum(max(0.0, span.waited) for span in spans if isfinite(span.waited))
+        folded.unplaced = max(0.0, page.totals.waited - placed)
     folded.spans = len(spans)
     folded.batches = sum(span.end - span.begin for span in spans)
     folded.samples = sum(counted(span.samples) for span in spans)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardqueue.errors import InvalidInputError, RecordError
+from shardqueue.errors import IncompleteError, InvalidInputError, RecordError
 from shardqueue.logreader import LogReader
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shardqueue.records import RunKeys
 
 PAGES_AT_ONCE = 64
-UNREADABLE = (RecordError, InvalidInputError)
+UNREADABLE = (RecordError, InvalidInputError, IncompleteError)
 """What says that a key holds no record of ours, or is none."""
 
 _Process = tuple[str, str, str]

@@ -128,6 +128,7 @@ def _lane(one: Traced, origin: float, end: float, wanted: frozenset[str]) -> Lan
     busy = min(folded.busy, seconds)
     waited = min(folded.waited, seconds - busy)
     away = min(begin - origin + end - leave + elsewhere, seconds - busy - waited)
+    waited += min(folded.unplaced, seconds - busy - waited - away)
     return Lane(
         learner=named(page.learner),
         instance=named(page.instance),
@@ -201,7 +202,8 @@ def _notes_of(one: Traced, read: Material) -> Iterator[str]:
         yield f"the clock of {host} is {folded.seen - read.now:,.0f} s ahead of this one"
     late = read.clocks.opened - min((bar.start for bar in folded.bars), default=read.clocks.opened)
     if late > LATE:
-        yield f"the clock of {host} is {late:,.0f} s or more behind that of {named(read.manifest.opened_by)}"
+        opener = named(read.manifest.opened_by)
+        yield f"the clock of {host} is {late:,.0f} s or more behind that of the machine of {opener}"
 
 
 def _unrecorded(processes: Sequence[Traced]) -> Iterator[str]:

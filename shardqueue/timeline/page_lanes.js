@@ -78,7 +78,7 @@ function labelled(lane) {
   label.append(name, idle, element("small", node(lane)));
   label.append(element("small", several(lane.batches, "batch", "batches"), "share"));
   label.append(element("small", `${share(lane.busy, whole)} busy, ${share(lane.waited, whole)} waiting`));
-  label.append(element("small", `${rate(many, lane.busy)} ${unit} busy`, "share"), parts);
+  label.append(element("small", `${rate(many, lane.busy)} ${unit}`, "share"), parts);
   label.addEventListener("pointermove", (event) => point({ lane }, event));
   label.addEventListener("pointerleave", () => point(null));
   label.style.height = `${lane.height}px`;
@@ -163,7 +163,7 @@ function legend() {
   const byPass = $("colour").value === "pass";
   const passes = run.passes.slice(0, 8).map((name, place) => [name, "", colours.passes[place]]);
   const items = byPass ? passes : [["training", ""]];
-  items.push(["waiting for data (its share of a bar's height)", "waiting"], ["idle", "idle"]);
+  items.push(["waiting for data (its share of a bar's height)", "waiting"], ["idle: nothing left to do, or work that is not training", "idle"]);
   if (run.handovers.some(({ reclaimed }) => reclaimed)) items.push(["taken over from one that was gone", "takeover"]);
   if (run.handovers.some(({ reclaimed }) => !reclaimed)) items.push(["given back, and taken", "handed"]);
   if (run.tails.length) items.push(["tail: some have nothing left to do", "tail"]);

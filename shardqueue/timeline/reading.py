@@ -98,7 +98,7 @@ def _read_logs(mailbox: Mailbox, found: Material, bars: int) -> None:
     most = max(1, bars // max(1, len(logs)))
     for log in logs:
         folded = fold(log, found.clocks, found.wanted, most)
-        found.chains.add(len(found.processes), log.newest, folded.parts)
+        found.chains.add(len(found.processes), log.newest, folded)
         found.processes.append(Traced(log.newest, folded))
     found.whole, found.unreadable, found.strangers = logs.whole, logs.unreadable, logs.strangers
 
