@@ -8,7 +8,7 @@ import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.machine import machine, versions
 from benchmarks.markdown import summary, whole
@@ -51,22 +51,32 @@ def main(arguments: Sequence[str] | None = None, suite: Sequence[Benchmark] = SU
             print(f"{each.name}: python {' '.join(each.command(form))}")
         return 0
     given.out.mkdir(parents=True, exist_ok=True)
-    started, began, where = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", time.monotonic(), machine()
+    started, began = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", time.monotonic()
+    where, made_with = machine(), versions()
     findings: list[Finding] = []
+    told = document(findings, form, started, 0.0, where, made_with)
     for place, each in enumerate(chosen, 1):
         print(f"== {place}/{len(chosen)} {each.name}", file=sys.stderr, flush=True)
         findings.append(run(each, form, bool(where["gpus"])))
         last = findings[-1]
         reason = f": {why}" if (why := last.skipped or last.failed) else ""
         print(f"== {each.name} {last.outcome}, {last.seconds:.0f} s{reason}", file=sys.stderr, flush=True)
-    told = document(findings, form, started, time.monotonic() - began, where, versions())
-    (given.out / "benchmarks.json").write_text(json.dumps(told, indent=1) + "\n")
-    (given.out / "benchmarks.md").write_text(whole(told))
-    (given.out / "summary.md").write_text(summary(told))
+        told = document(findings, form, started, time.monotonic() - began, where, made_with)
+        write(told, given.out)  # whoever ends the suite early has what was measured
     print(whole(told))
     print(json.dumps(told), flush=True)
     return 1 if any(finding.failed for finding in findings) else 0
 
 
+def write(told: dict[str, Any], folder: Path) -> None:
+    """Write a document in its three forms."""
+    (folder / "benchmarks.json").write_text(json.dumps(told, indent=1) + "\n")
+    (folder / "benchmarks.md").write_text(whole(told))
+    (folder / "summary.md").write_text(summary(told))
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -25,7 +25,7 @@ def options(name: str, description: str, quick: str, cases: Sequence[str] = ()) 
     parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--strict", action="store_true", help="exit with 1 when a reach is missed")
     if cases:
-        parser.add_argument("--only", choices=cases, action="append", help="these cases (may be repeated)")
+        parser.add_argument("--only", nargs="+", choices=cases, action="extend", help="these cases")
     return parser
 
 

@@ -179,6 +179,21 @@ def test_a_folder_inside_of_a_checkout_is_no_checkout(tmp_path: Path) -> None:
 # -- what there is -------------------------------------------------------------------------------------------
 
 
+def test_what_was_measured_before_an_interrupt_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(benchmark: Benchmark, form: str, has_cuda: bool) -> Finding:
+        if benchmark.name == "second":
+            raise KeyboardInterrupt
+        return Finding(benchmark.name, benchmark.command(form), skipped="made up")
+
+    monkeypatch.setattr("benchmarks.__main__.run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        main(["--out", str(tmp_path)], [Benchmark("first"), Benchmark("second")])
+    told = json.loads((tmp_path / "benchmarks.json").read_text())
+    assert [each["name"] for each in told["benchmarks"]] == ["first"]
+
+
 def test_every_benchmark_is_in_the_suite() -> None:
     told = {each.module or each.name for each in SUITE}
     assert told == {name for name, text in modules().items() if '__name__ == "__main__"' in text}

@@ -21,7 +21,7 @@ from benchmarks.imbalance import ROOT, picture
 from benchmarks.imbalance.results import REGIMES, Measurement, rows, table
 from benchmarks.imbalance.settings import Settings, check_speeds
 from benchmarks.report import Report, options
-from shardqueue.errors import InvalidInputError, ShardQueueError
+from shardqueue.errors import InvalidInputError, MailboxError, ShardQueueError
 from shardqueue.simulate.grammar import number, whole
 from shardqueue.terminal import check_file
 
@@ -175,7 +175,8 @@ def take_part(settings: Settings, given: argparse.Namespace) -> int:
     try:
         measured = run(settings)
     except Exception as error:
-        traceback.print_exc()
+        if not isinstance(error, InvalidInputError | MailboxError):
+            traceback.print_exc()
         rank, host = os.environ["RANK"], socket.gethostname()
         print(
             f"imbalance: rank {rank} on {host} failed: {type(error).__name__}: {error}",
