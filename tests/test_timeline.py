@@ -403,7 +403,7 @@ def test_what_an_owner_gave_back_is_not_reclaimed_and_may_be_with_nobody() -> No
         (0, None, None, False),
         (None, None, None, False),
     ]
-    assert "given back: 1 early, 1 surplus" in shown(chart)
+    assert "given back: 1 in leaving early, 1 as surplus" in shown(chart)
 
 
 def test_a_taker_that_holds_it_and_has_not_begun_is_known() -> None:
@@ -559,6 +559,14 @@ def test_keys_that_can_be_none_are_named_and_left_out() -> None:
     chart = story.chart()
     assert (chart.spans, chart.handovers) == (1, ())
     assert sum("cannot be read" in note for note in chart.notes) == 2
+
+
+def test_standing_until_a_lost_unit_may_be_taken_over_is_idle_time() -> None:
+    story = Story().log("bob", span(FIRST, 0, 10, end=2, whole=False), left=None, seen=10)
+    story.log("ann", span(SECOND, 0, 40), span(FIRST, 90, 100, 50.0, attempt=1, begin=2))
+    ann = lane_of(story.back(FIRST, 0, 2, "ann", "gone").chart(), "ann")
+    assert (ann.busy, ann.waited, ann.idle) == (50.0, 0.0, 50.0)
+    assert ann.bars[-1].before == 0.0
 
 
 def test_waits_that_no_batch_has_are_no_idle_time() -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from shardqueue.records import Manifest
     from shardqueue.timeline.chains import Chains
-    from shardqueue.timeline.chart import Handover
+    from shardqueue.timeline.chart import Bar, Handover
     from shardqueue.timeline.lanes import Clocks
     from shardqueue.timeline.processes import Traced
 
@@ -78,7 +78,7 @@ def make(read: Material) -> Chart:
         run=read.run,
         origin=origin,
         seconds=end - origin,
-        lanes=tuple(_lane(read.processes[at], origin, end, read.wanted) for at in order),
+        lanes=tuple(_lane(read, at, origin, end) for at in order),
         passes=tuple(dict.fromkeys(bar.pass_ for bar in bars)),
         handovers=tuple(_moved(one, origin, place) for one in read.handovers),
         tails=tuple(
@@ -117,8 +117,12 @@ def _order(processes: Sequence[Traced]) -> list[int]:
     return sorted(range(len(processes)), key=key)
 
 
-def _lane(one: Traced, origin: float, end: float, wanted: frozenset[str]) -> Lane:
+def _lane(read: Material, at: int, origin: float, end: float) -> Lane:
+    one, wanted = read.processes[at], read.wanted
     page, folded, seconds = one.page, one.folded, end - origin
+    bars, stood = _without_standing(
+        folded.bars, {h.at for h in read.handovers if h.reclaimed and h.taker == at}
+    )
     begin = min(end, max(origin, folded.since))
     leave = end if one.parted is None else max(begin, min(end, one.parted))
     if one.untracked:
@@ -126,7 +130,7 @@ def _lane(one: Traced, origin: float, end: float, wanted: frozenset[str]) -> Lan
     others = [extent for name, extent in folded.extents.items() if wanted and name not in wanted]
     elsewhere = sum(max(0.0, min(extent.stop, leave) - max(extent.start, begin)) for extent in others)
     busy = min(folded.busy, seconds)
-    waited = min(folded.waited, seconds - busy)
+    waited = min(folded.waited - stood, seconds - busy)
     away = min(begin - origin + end - leave + elsewhere, seconds - busy - waited)
     waited += min(folded.unplaced, seconds - busy - waited - away)
     return Lane(
@@ -138,7 +142,7 @@ def _lane(one: Traced, origin: float, end: float, wanted: frozenset[str]) -> Lan
         since=folded.since - origin,
         seen=(folded.since if folded.seen is None else folded.seen) - origin,
         left=page.left,
-        bars=tuple(replace(bar, start=bar.start - origin, stop=bar.stop - origin) for bar in folded.bars),
+        bars=tuple(replace(bar, start=bar.start - origin, stop=bar.stop - origin) for bar in bars),
         rows=folded.rows,
         busy=busy,
         waited=waited,
@@ -150,6 +154,12 @@ def _lane(one: Traced, origin: float, end: float, wanted: frozenset[str]) -> Lan
         gone=one.gone,
         parted=None if one.parted is None else leave - origin,
     )
+
+
+def _without_standing(bars: Sequence[Bar], taken: set[float | None]) -> tuple[list[Bar], float]:
+    """Bars, and the seconds before some of them in which there was only a lost learner's unit to wait for."""
+    stood = sum(bar.before for bar in bars if bar.start in taken)
+    return [replace(bar, before=0.0) if bar.start in taken else bar for bar in bars], stood
 
 
 def _moved(one: Handover, origin: float, place: dict[int, int]) -> Handover:

@@ -36,6 +36,11 @@ MANY, EACH = 32, 12
 """Of more lanes than `MANY`, `EACH` of the idlest and of the busiest are shown."""
 LINES = 10
 """Lines of one kind, at most."""
+REASONS = {
+    "early": "in leaving early",
+    "error": "by an error, an interrupt or SIGTERM",
+    "surplus": "as surplus",
+}
 WAITING = 0.25
 """How dark a cell is in which a learner waited for data all the time: the first shade after idle."""
 _LIGHT = 0.005
@@ -96,7 +101,8 @@ def sentences(chart: Chart, everybody: bool = False) -> Iterator[str]:
         yield f"and {len(reclaimed) - LINES:,} more that were taken over; --all names them"
     why = Counter(one.why for one in chart.handovers if not one.reclaimed)
     if why:
-        yield "given back: " + ", ".join(f"{count:,} {reason}" for reason, count in why.most_common(LINES))
+        reasons = ((count, REASONS.get(reason, reason)) for reason, count in why.most_common(LINES))
+        yield "given back: " + ", ".join(f"{count:,} {reason}" for count, reason in reasons)
 
 
 def handed_on(one: Handover, labels: Sequence[str], several_passes: bool = False) -> str:
