@@ -253,10 +253,15 @@ class Block:
     # -- how fast the loop is ----------------------------------------------------------------------------
 
     def took(self, worker: int, now: float, each: float | None) -> None:
-        """The loop took a batch of this worker; it needs `each` seconds for one, None while that is not known."""
+        """The loop took a batch of this worker; it needs `each` seconds for one, None while that is not known.
+
+        What was known of an earlier loop counts until then: a worker that was told how far ahead it is, and then nothing
+        more, would wait for the loop for ever.
+        """
         self._words[self._slot(worker) + 4] += 1
         self._words[_SINCE] = int(now * 1e9)
-        self._words[_EACH] = 0 if each is None else max(1, int(each * 1e9))
+        if each is not None:
+            self._words[_EACH] = max(1, int(each * 1e9))
 
     def taken(self, worker: int) -> tuple[int, float, float] | None:
         """(batches of this worker the loop took, when it took its last of all, seconds a batch), None at first."""

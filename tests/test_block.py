@@ -47,6 +47,16 @@ def test_equal_seeds_make_no_difference(order: tuple[int, ...]) -> None:
         assert pass_of(word) == epoch
 
 
+def test_what_is_known_of_an_earlier_loop_counts_until_more_is_known() -> None:
+    """Else a worker that was told of one batch on its way would never hear that the loop took it."""
+    shared = block()
+    shared.join(0, 1)
+    assert shared.taken(0) is None
+    shared.took(0, 10.0, 0.25)
+    shared.took(0, 11.0, None)
+    assert shared.taken(0) == (2, 11.0, 0.25)
+
+
 def test_an_epoch_that_is_set_is_the_pass() -> None:
     shared = block()
     for number, epoch in enumerate((5, 2, 2, 9)):
