@@ -154,6 +154,33 @@ def test_every_row_once_an_epoch(case: Case, fleet: Fleet, tmp_path: Path) -> No
         assert together == whole(case), f"epoch {epoch}"
 
 
+def train_in_sessions(rank: int, mailbox: str, rounds: int) -> list[list[tuple[int, int]]]:
+    """Train epochs over one loader, each in a session of its own."""
+    dataset = SharedQueueDataset(unit_grid(16, 1, taper=False), mailbox, load, f"node-{rank}")
+    loader: Any = DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context="fork")
+    trained = []
+    for number in range(rounds):
+        seen = []
+        with Session(mailbox, f"node-{rank}") as session:
+            for _, batch in session.track(loader):
+                threading.Event().wait(0.01 * (1 + 3 * rank))
+                seen.append((int(batch[0]), int(batch[1])))
+                session.step(samples=1)
+        trained.append(seen)
+        Path(f"{mailbox}-{number}-{rank}").touch()
+        until(lambda: all(Path(f"{mailbox}-{number}-{node}").exists() for node in range(NODES)))  # noqa: B023
+    del loader
+    gc.collect()
+    return trained
+
+
+def test_a_session_after_another_over_one_loader(fleet: Fleet, tmp_path: Path) -> None:
+    """A worker knows how fast the last session's loop was, and must not wait for word of this one's."""
+    trained = fleet.run(train_in_sessions, str(tmp_path / "queue"), 6)
+    for number in range(6):
+        assert Counter(row for node in trained for row in node[number]) == Counter((n, 0) for n in range(16))
+
+
 def load_with_pid(unit: Unit) -> Iterator[tuple[int, tuple[int, int, int]]]:
     for step in unit.steps:
         yield step, (step, unit.lane, os.getpid())
