@@ -31,6 +31,8 @@ SCHEMA = 1
 """Of the document; it changes when a key changes its meaning or goes."""
 LONGEST = {"quick": 600.0, "full": 3600.0}
 """Seconds that one benchmark may take."""
+LEAVING = 20.0
+"""Seconds that one has to stop what it started, when the suite is interrupted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +201,7 @@ def run_to_end(command: list[str], longest: float) -> tuple[int | None, str, str
                 said.append(line)
             exit_code = process.wait()
         except BaseException:
-            _kill(process)
+            _end(process)
             raise
         finally:
             killer.cancel()
@@ -207,11 +209,35 @@ def run_to_end(command: list[str], longest: float) -> tuple[int | None, str, str
         return (None if too_long.is_set() else exit_code), printed.read(), "".join(said)
 
 
+def _end(process: subprocess.Popen[str]) -> None:
+    """Interrupt it, as Ctrl-C in its own terminal does, so that it stops what it started; then kill what is left."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGINT)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(LEAVING)
+    _kill(process)
+
+
 def _kill(process: subprocess.Popen[str]) -> None:
-    """Kill what leads a session, and all processes of that session, whatever groups they made."""
+    """Kill what leads a session, all processes of that session, and those below it that made one of their own."""
+    below = _below(process.pid)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if os.getsid(int(entry.name)) == process.pid:
+            if int(entry.name) in below or os.getsid(int(entry.name)) == process.pid:
                 os.kill(int(entry.name), signal.SIGKILL)
+
+
+def _below(leader: int) -> set[int]:
+    """The processes that a process started, and those that these did, as long as their parents live."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            _, _, rest = entry.read_text().rpartition(")")
+            children.setdefault(int(rest.split()[1]), []).append(int(entry.parent.name))
+    found, wanted = set[int](), [leader]
+    while wanted:
+        wanted = [child for one in wanted for child in children.get(one, ()) if child not in found]
+        found.update(wanted)
+    return found

@@ -255,8 +255,8 @@ class Block:
     def took(self, worker: int, now: float, each: float | None) -> None:
         """The loop took a batch of this worker; it needs `each` seconds for one, None while that is not known.
 
-        What was known of an earlier loop counts until then: a worker that was told how far ahead it is, and then nothing
-        more, would wait for the loop for ever.
+        What was known of an earlier loop counts until then: a worker that was told how far ahead it is, and then
+        nothing more, would wait for the loop for ever.
         """
         self._words[self._slot(worker) + 4] += 1
         self._words[_SINCE] = int(now * 1e9)

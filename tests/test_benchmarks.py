@@ -81,6 +81,7 @@ def test_a_benchmark_that_does_not_end_is_killed_with_what_it_started() -> None:
 import subprocess, time
 subprocess.Popen(["sleep", "60"])
 subprocess.Popen(["sleep", "60"], process_group=0)
+subprocess.Popen(["sleep", "60"], start_new_session=True)
 print("begun", flush=True)
 time.sleep(60)
 """
