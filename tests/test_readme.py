@@ -289,6 +289,30 @@ def test_loop_on_cuda_with_autocast(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 # -- where things are --------------------------------------------------------------------------------------------
 
 
+def test_peers_are_as_they_were_measured() -> None:
+    """The table of other systems has the numbers of the run that `benchmarks/measured.md` holds."""
+    measured = (ROOT / "benchmarks" / "measured.md").read_text(encoding="utf-8")
+    cases = "400 x 25 ms, 0.5 ms a call", "400 x 25 ms, 30 ms a call", "24 x 50 ms, 0.5 ms a call"
+    names = {
+        "shardqueue, in threads": "shardqueue .*, threads",
+        "shardqueue, through a `DataLoader`": "shardqueue .*, DataLoader",
+        "GradientMail": "GradientMail .*",
+        "Ray Data": "Ray Data .*",
+        "`DataLoader` with": "DataLoader with DistributedSampler.*",
+    }
+    seen = 0
+    for name, of in names.items():
+        [row] = re.findall(rf"^\| {re.escape(name)}.*\| [12]\..*$", README, re.MULTILINE)
+        for case, cell in zip(cases, row.strip("| ").split("|")[1:], strict=True):
+            if not cell.strip():
+                continue
+            where = re.escape(case.partition(",")[0] if "no store" in row else case)
+            [value] = re.findall(rf"^\| {where}: {of} \| ([0-9.]+) \| x limit", measured, re.MULTILINE)
+            assert cell.split()[0] == f"{float(value):.2f}", (name, case)
+            seen += 1
+    assert seen == 13
+
+
 def test_first_python_is_near_the_top() -> None:
     first = README[: README.index("```python")].count("\n") + 1
     last = first + BLOCKS[0].count("\n") + 1

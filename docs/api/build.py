@@ -61,4 +61,5 @@ def build(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))  # this checkout's, whichever is installed
     build(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "build" / "api")
