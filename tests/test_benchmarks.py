@@ -180,6 +180,7 @@ def test_a_folder_inside_of_a_checkout_is_no_checkout(tmp_path: Path) -> None:
 # -- what there is -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.torch
 def test_what_was_measured_before_an_interrupt_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
