@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardqueue.callers import Callers
+from shardqueue.errors import IncompleteError, RecordError
 from shardqueue.ledger import Ledger
 from shardqueue.records import LogPage
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from shardqueue.records import RunKeys
 
 READERS = 8
+UNREADABLE = (RecordError, IncompleteError)
+"""What says that a key holds no record of ours, or not all of one."""
 
 
 class LogReader:

@@ -17,6 +17,7 @@ under these keys is a `RecordError`, never interpreted. Claims are never deleted
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -30,6 +31,8 @@ GRADE = "grade"
 WHOLE = "whole"
 _FIRST_PASS = "e0"
 LARGEST = 16 * 2**20
+PASS_NAME = re.compile("([a-z]+[0-9]+)?")
+"""What a pass can be called; whatever else a log says is none."""
 
 Left = Literal["end", "early", "error"]
 

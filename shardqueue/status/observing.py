@@ -7,16 +7,14 @@ clock can tell. `runs` says which run is meant.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from functools import partial
 from operator import eq
 from typing import TYPE_CHECKING
 
-from shardqueue.errors import IncompleteError, RecordError
 from shardqueue.learner import seen_here
-from shardqueue.logreader import LogReader
-from shardqueue.records import RunKeys
+from shardqueue.logreader import UNREADABLE, LogReader
+from shardqueue.records import PASS_NAME, RunKeys
 from shardqueue.status.runs import Runs
 from shardqueue.watching import Watched
 
@@ -32,8 +30,6 @@ BACKS = 1000
 """Keys of `back/` that are listed of a pass, at most: one request's worth."""
 OTHER_RUNS = 4
 """Other runs whose logs are read too, at most: the ones opened last."""
-
-_PASS = re.compile("([a-z]+[0-9]+)?")
 
 _Key = tuple[str, str, str, str]
 
@@ -146,7 +142,7 @@ class Observer:
         )
         whole = frozenset(note[2] for key in listed if (note := keys.parse_whole(key)) is not None)
         passes = {one.page.current.pass_ for one in sightings if with_backs and one.page.current is not None}
-        backs = [keys.pass_keys(name).backs for name in sorted(passes) if _PASS.fullmatch(name)]
+        backs = [keys.pass_keys(name).backs for name in sorted(passes) if PASS_NAME.fullmatch(name)]
         counts = [len(self._mailbox.list(prefix, "", BACKS)) for prefix in backs]
         return Observation(
             run,
@@ -164,13 +160,13 @@ class Observer:
         reader = LogReader(self._mailbox, keys)
         try:
             return reader.read(listed=listed, newest_only=True), ()
-        except (RecordError, IncompleteError):
+        except UNREADABLE:
             wrong = []
         processes = {log[:3] for key in listed if (log := keys.parse_log(key)) is not None}
         for process in sorted(processes):
             try:
                 reader.read(which=partial(eq, process), listed=listed, newest_only=True)
-            except (RecordError, IncompleteError) as error:
+            except UNREADABLE as error:
                 wrong.append(str(error))
         return reader.ledger, tuple(wrong)
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardqueue.errors import IncompleteError, InvalidInputError, RecordError
+from shardqueue import logreader
+from shardqueue.errors import InvalidInputError
 from shardqueue.logreader import LogReader
 
 if TYPE_CHECKING:
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
     from shardqueue.records import RunKeys
 
 PAGES_AT_ONCE = 64
-UNREADABLE = (RecordError, InvalidInputError, IncompleteError)
-"""What says that a key holds no record of ours, or is none."""
+UNREADABLE = (*logreader.UNREADABLE, InvalidInputError)
+"""The same, or that it is no key of a mailbox."""
 
 _Process = tuple[str, str, str]
 

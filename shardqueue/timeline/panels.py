@@ -126,7 +126,7 @@ def tables(chart: Chart) -> list[Markup.Element]:
 
 def _row(lane: Lane, label: str) -> list[str]:
     parts = _seconds([lane])
-    shares = (share(part, sum(parts)) for part in parts)
+    shares = (share(part, lane.there) for part in parts)
     rates = (rate(lane.batches, lane.busy), rate(lane.samples, lane.busy) if lane.samples else "")
     left = "gone" if lane.gone else lane.left or ""
     return [label, name(lane.host), str(lane.pid), *shares, count(lane.batches), *rates, name(left)]

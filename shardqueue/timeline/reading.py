@@ -7,7 +7,6 @@ at most, however long the run was. What cannot be read or cannot be true is left
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, TypeVar
 
 from shardqueue.callers import Callers
@@ -15,7 +14,7 @@ from shardqueue.clock import SystemClock
 from shardqueue.errors import InvalidInputError
 from shardqueue.learner import LOG_EVERY, SILENCE, seen_here
 from shardqueue.logreader import READERS
-from shardqueue.records import BackRecord, ClaimRecord, RunKeys
+from shardqueue.records import PASS_NAME, BackRecord, ClaimRecord, RunKeys
 from shardqueue.status.runs import Runs
 from shardqueue.status.standing import MISSED
 from shardqueue.timeline.chains import Chains
@@ -41,8 +40,6 @@ BARS = 20_000
 """Bars of a chart, at most."""
 HANDOVERS = 2_000
 """Ended attempts that are read, at most: each is a request or two."""
-
-_PASS = re.compile("([a-z]+[0-9]+)?")
 
 
 def read(
@@ -116,7 +113,7 @@ def _read_backs(mailbox: Mailbox, found: Material) -> None:
     names |= {claim.pass_: None for one in found.processes for claim in one.page.held}
     room = HANDOVERS
     for name in names:
-        if (found.wanted and name not in found.wanted) or not _PASS.fullmatch(name):
+        if (found.wanted and name not in found.wanted) or not PASS_NAME.fullmatch(name):
             continue
         of_pass = RunKeys(found.run).pass_keys(name)
         listed = mailbox.list(of_pass.backs, "", room + 1)
