@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 UNITS = unit_grid(24, 3, taper=False)
+PLENTY = unit_grid(600, 3, taper=False)
+"""More units than a learner that trains at full speed takes in hand: when it is held, there are some for others."""
 
 
 @pytest.fixture
@@ -478,7 +480,7 @@ def load(unit):
     for step in unit.steps:
         yield step, (step, unit.lane)
 
-with shared_queue(unit_grid(24, 3, taper=False), mailbox, learner, load, prefetch=int(prefetch)) as queue:
+with shared_queue(unit_grid(600, 3, taper=False), mailbox, learner, load, prefetch=int(prefetch)) as queue:
     for step, batch in queue:
         print("batch", *batch, flush=True)
         order = sys.stdin.readline().strip()
@@ -509,6 +511,10 @@ class Learner:
         self._errors: list[str] = []
         self._readers = [Task(self._read), Task(self._read_errors)]
         learners.append(self)
+
+    def __repr__(self) -> str:
+        """What it said, for the message of an assertion on it."""
+        return self.errors or "a learner without a message"
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -577,11 +583,10 @@ learners: list[Learner] = []
 
 @pytest.fixture(autouse=True)
 def no_learner_stays() -> Iterator[None]:
-    """Kill what a test that failed has left running."""
+    """Kill what a test that failed has left running, and close its pipes."""
     yield
     for learner in learners:
-        if learner.process.poll() is None:
-            learner.kill()
+        learner.kill()
     learners.clear()
 
 
@@ -618,7 +623,7 @@ def test_four_terminals_one_after_another_in_any_state(folder: Path) -> None:
 
     mailbox = open_mailbox(folder)
     seen = Counter([*busy.trained, *failed.trained, *left_with, *last.trained])
-    assert seen + Counter([failed.in_hand]) == dataset(UNITS)
+    assert seen + Counter([failed.in_hand]) == dataset(PLENTY)
     assert mailbox.list("runs/") == ["runs/1.json"]
     assert {page.learner: page.left for page in pages(mailbox)} == {
         "busy": "end",
@@ -634,7 +639,7 @@ def test_four_terminals_at_once(folder: Path) -> None:
     for learner in four:
         assert learner.next_batch()
     together(learner.run_on for learner in four)
-    assert sum((Counter(learner.trained) for learner in four), Counter()) == dataset(UNITS)
+    assert sum((Counter(learner.trained) for learner in four), Counter()) == dataset(PLENTY)
     assert open_mailbox(folder).list("runs/") == ["runs/1.json"]
     late = Learner(folder, "late")
     assert late.wait() == 1
@@ -651,7 +656,7 @@ def test_a_killed_process_is_seen_as_dead_at_once(tmp_path: Path) -> None:
     first.kill()
     again = Learner(folder, "a")
     again.run_on()
-    assert Counter(again.trained) == dataset(UNITS)
+    assert Counter(again.trained) == dataset(PLENTY)
     assert "broke off" in again.errors
     assert "live twice" not in again.errors
     mailbox = open_mailbox(folder)
@@ -680,9 +685,9 @@ def test_a_killed_process_does_not_break_a_run_that_others_are_in(tmp_path: Path
         step
         for key in mailbox.list("units/")
         if json.loads(mailbox.get(key) or b"")["learner"] == "dies"
-        for step in UNITS[key.removeprefix("units/")].steps
+        for step in PLENTY[key.removeprefix("units/")].steps
     ]
-    assert sum(seen.values()) == 24 - len(claimed) + len(dies.trained)
+    assert sum(seen.values()) == 600 - len(claimed) + len(dies.trained)
 
 
 def test_a_stopped_process_on_this_host_is_alive(folder: Path) -> None:
@@ -696,7 +701,7 @@ def test_a_stopped_process_on_this_host_is_alive(folder: Path) -> None:
     finally:
         os.kill(first.process.pid, signal.SIGCONT)
     first.run_on()
-    assert Counter(first.trained) + Counter(second.trained) == dataset(UNITS)
+    assert Counter(first.trained) + Counter(second.trained) == dataset(PLENTY)
     assert open_mailbox(folder).list("runs/") == ["runs/1.json"]
 
 
@@ -706,7 +711,7 @@ def test_one_label_in_two_processes(folder: Path) -> None:
     second = Learner(folder, "same")
     assert second.next_batch()
     together([second.run_on, first.run_on])
-    assert Counter(first.trained) + Counter(second.trained) == dataset(UNITS)
+    assert Counter(first.trained) + Counter(second.trained) == dataset(PLENTY)
     assert "'same' is live twice" in second.errors
     assert len(pages(open_mailbox(folder))) == 2
 
