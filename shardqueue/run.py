@@ -234,7 +234,7 @@ class Opening:
     def _listed_runs(self, look: _Look, answer: Answer, now: float) -> None:  # noqa: ARG002
         assert isinstance(answer, list)
         names = [key.removeprefix(RUNS).removesuffix(".json") for key in answer]
-        newest = max((int(name) for name in names if _is_number(name)), default=1)
+        newest = max((int(name) for name in names if is_number(name)), default=1)
         if newest > int(look.keys.run):
             newer = self._look_at(RunKeys(str(newest)))
             self._ask(newer, Get(newer.keys.manifest), self._read_manifest)
@@ -450,7 +450,7 @@ def check_joined(
     check_manifest(joined.keys, joined.manifest, plan, stage)
 
 
-def _is_number(name: str) -> bool:
+def is_number(name: str) -> bool:
     """Whether a run has this number, rather than a name that looks like one ("007")."""
     return name.isascii() and name.isdecimal() and str(int(name)) == name and name != "0"
 

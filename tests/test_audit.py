@@ -103,6 +103,11 @@ class Story:
         fields |= {"run_id": self.run_id, "state": self.state, "reclaim_after": self.reclaim_after}
         self.mailbox.put(self.keys.manifest, Manifest(**fields).encode())
 
+    def opened(self, run: str, **changes: Any) -> None:
+        """Something else stands in the manifest of a run."""
+        key = RunKeys(run).manifest
+        self.mailbox.put(key, json.dumps(json.loads(self.mailbox.get(key) or b"") | changes).encode())
+
     def log(
         self,
         learner: str,
@@ -635,10 +640,26 @@ def test_the_newest_run_is_meant_unless_one_is_named() -> None:
     for name in ("2", "10", "again-3"):
         Story(mailbox=story.mailbox, keys=RunKeys(name))
     assert story.report().case.run == "10"
+    story.opened("2", wall=2e9)  # by a clock that is ahead: the tenth still follows the second
+    assert story.report().case.run == "10"
+    story.opened("again-3", wall=3e9)
+    assert story.report().case.run == "again-3"
     assert story.report("1").verdict is Verdict.ONCE
     assert story.report("again-3").case.run == "again-3"
     with pytest.raises(InvalidInputError, match="again-3"):
         story.report("3")
+
+
+def test_no_older_run_is_judged_where_the_last_cannot_be_read() -> None:
+    story = Story().whole()
+    story.mailbox.put("runs/notes.json", b"mine")
+    assert story.report().verdict is Verdict.ONCE
+    story.mailbox.put("runs/2.json", b"torn")
+    with pytest.raises(RecordError, match=r"runs/2.json: not a manifest.*name the run"):
+        story.report()
+    assert story.report("1").verdict is Verdict.ONCE
+    with pytest.raises(RecordError, match=r"runs/2.json: not a manifest"):
+        story.report("2")
 
 
 def test_each_training_pass_is_judged_and_others_only_when_named() -> None:
@@ -682,11 +703,13 @@ def test_nothing_here_is_said() -> None:
 
 
 def test_another_protocol_and_a_run_that_is_being_removed_are_said() -> None:
-    for change, message in (({"protocol": 99}, "protocol 99"), ({"plans": {}}, "being removed")):
+    for change, error, message in (
+        ({"protocol": 99}, RecordError, "protocol 99"),
+        ({"plans": {}}, RunError, "being removed"),
+    ):
         story = Story()
-        body = json.loads(story.mailbox.get("runs/1.json") or b"") | change
-        story.mailbox.put("runs/1.json", json.dumps(body).encode())
-        with pytest.raises(RunError, match=message):
+        story.opened("1", **change)
+        with pytest.raises(error, match=message):
             story.report()
 
 
@@ -864,7 +887,7 @@ def test_a_narrow_terminal_and_a_colourful_one(tmp_path: Path) -> None:
 def test_errors_of_the_command_are_one_line_and_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "readme").write_text("mine")
     assert main(["audit", str(tmp_path)]) == 2
-    assert "no run was ever opened here" in capsys.readouterr().err
+    assert "what is here is not ours" in capsys.readouterr().err
     train(UNITS, open_mailbox(tmp_path), "ann")
     for arguments in (["--most", "0"], ["--run", "9"], ["--pass", "e9"], ["--run", EVIL]):
         assert main(["audit", str(tmp_path), *arguments]) == 2

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Say what the command takes."""
     parser.description, parser.formatter_class = _DESCRIPTION, argparse.RawDescriptionHelpFormatter
     parser.add_argument("url", metavar="URL", help="the mailbox: a folder or s3://bucket/prefix")
-    parser.add_argument("--run", metavar="NAME", help="the run that is meant (default: the newest)")
+    parser.add_argument("--run", metavar="NAME", help="the run that is meant (default: the one opened last)")
     parser.add_argument(
         "--pass", dest="pass_", metavar="NAME", help="one pass: e0, e1, val0 (default: all that train)"
     )

@@ -16,9 +16,10 @@ from shardqueue.callers import Callers
 from shardqueue.errors import InvalidInputError, RecordError, RunError
 from shardqueue.learner import Life, seen_here
 from shardqueue.logreader import READERS, LogReader
-from shardqueue.records import PROTOCOL, RUNS, BackRecord, Manifest, RunKeys, pass_number
+from shardqueue.records import BackRecord, Manifest, RunKeys, pass_number
 from shardqueue.run import LOOK_EVERY, LOOK_SOON, TRAIN
 from shardqueue.state import State
+from shardqueue.status.runs import Runs
 from shardqueue.watching import Watched
 
 if TYPE_CHECKING:
@@ -72,14 +73,14 @@ def gather(
         mailbox: where it lies.
         clock: measures how long a log was watched.
         sleep: waits for some seconds.
-        run: its name; the newest run where it is None.
+        run: its name; the one opened last where it is None.
         pass_: the one pass that is meant. Where it is None, all training passes, since others may have been removed;
             of a run that has none (a test, a prediction), all there are.
 
     Raises:
-        RunError: there is no such run, or it cannot be judged.
-        RecordError: what lies under a key of this library is not its record.
-        InvalidInputError: nothing is known of `pass_`.
+        RunError: no run is here, or it cannot be judged.
+        RecordError: what lies under a key of this library is not its record, or is that of another version.
+        InvalidInputError: there is no such run, or nothing is known of `pass_`.
         MailboxError: the mailbox did not answer.
     """
     keys, manifest = _opened(mailbox, run)
@@ -131,35 +132,21 @@ def shown_pass(name: str) -> str:
 
 
 def _opened(mailbox: Mailbox, run: str | None) -> tuple[RunKeys, Manifest]:
-    runs = mailbox.list(RUNS)
-    names = [key.removeprefix(RUNS).removesuffix(".json") for key in runs if key.endswith(".json")]
-    if not names:
-        raise RunError(f"nothing under {RUNS}: no run was ever opened here; check the URL, prefix and all")
-    if run is not None and run not in names:
-        bound = f"a run under this prefix ({', '.join(names)})"
-        raise InvalidInputError("run", run, bound, "name one of them")
-    name = max(names, key=_age) if run is None else run
+    runs = Runs(mailbox)
+    name = runs.choose(run)
+    if name is None:
+        raise RunError("nothing is here: no run was ever opened here; check the URL, prefix and all")
+    if run is None and runs.cut_off:  # an older one is not what was meant
+        raise RecordError(f"{runs.cut_off}; or name the run that is meant")
     keys = RunKeys(name)
-    body = mailbox.get(keys.manifest)
-    if body is None:
+    if name not in runs.manifests:
         raise RunError(f"{keys.manifest} was removed just now; call it again")
-    manifest = Manifest.decode(body, keys.manifest)
-    if manifest.protocol != PROTOCOL:
-        raise RunError(
-            f"{keys.manifest} speaks protocol {manifest.protocol}, this version {PROTOCOL}; "
-            "audit it by the version that wrote it"
-        )
+    manifest = runs.manifests[name]
     if not manifest.plans:
         raise RunError(
             f"run {name} is being removed by `shardqueue clean`; there is nothing to prove any more"
         )
     return keys, manifest
-
-
-def _age(name: str) -> tuple[bool, int, str]:
-    """Numbered runs follow one another; a named one is the newest only where none has a number."""
-    numbered = name.isascii() and name.isdecimal() and str(int(name)) == name
-    return numbered, int(name) if numbered else 0, name
 
 
 def _watch(

@@ -57,8 +57,8 @@ def run(given: argparse.Namespace) -> int:
 
     Raises:
         InvalidInputError: the URL is malformed, or there is no such run.
-        RunError: what is there is no run, or one of another version.
-        RecordError: what should be a manifest is none.
+        RunError: what is there is no run.
+        RecordError: what should be a manifest is none, or is one of another version.
         MailboxError: the store cannot be used, or did not answer.
     """
     options: dict[str, Any] = {"deadline": DEADLINE} if store_at(given.url) else {}

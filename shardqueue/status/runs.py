@@ -12,6 +12,7 @@ from shardqueue.clean.ownership import others, place
 from shardqueue.errors import InvalidInputError, RecordError, RunError
 from shardqueue.logreader import READERS
 from shardqueue.records import PROTOCOL, RUNS, Manifest, RunKeys
+from shardqueue.run import is_number
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -39,17 +40,31 @@ class Runs:
 
     @property
     def newest_first(self) -> list[str]:
-        """The names of those that can be read, by when they were opened."""
-        opened = [(manifest.wall, name) for name, manifest in self.manifests.items()]
-        return [name for _, name in sorted(opened, reverse=True)]
+        """The names of those that can be read, by when they were opened.
+
+        Numbered runs follow one another, whatever the clocks of those who opened them said.
+        """
+        number = {name: int(name) if is_number(name) else 0 for name in self.manifests}
+        opened, latest = {}, 0.0
+        for name in sorted(self.manifests, key=number.__getitem__):
+            wall = self.manifests[name].wall
+            latest = max(latest, wall) if number[name] else latest
+            opened[name] = latest if number[name] else wall
+        return sorted(opened, key=lambda name: (opened[name], number[name], name), reverse=True)
+
+    @property
+    def cut_off(self) -> str:
+        """What is wrong with the last numbered run, where that cannot be read; else empty."""
+        numbered = [name for name in (*self.manifests, *self.strange) if is_number(name)]
+        return self.strange.get(max(numbered, key=int, default=""), "")
 
     def choose(self, wanted: str | None) -> str | None:
         """Look, and return the run that is `wanted`, or the one opened last; None for nothing at all.
 
         Raises:
             InvalidInputError: there is no run of the name that was asked for.
-            RunError: there is something, and no run; or a run of another version of the protocol.
-            RecordError: what should be a manifest is none.
+            RunError: there is something, and no run.
+            RecordError: what should be a manifest is none, or is one of another version of the protocol.
             MailboxError: the mailbox cannot be read, or did not answer.
         """
         names = [name for key in self._mailbox.list(RUNS) if (name := _run(key)) is not None]
