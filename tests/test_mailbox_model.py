@@ -642,7 +642,7 @@ def test_no_schedule_gives_a_key_of_a_folder_twice_or_to_nobody(kind: type[Fault
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("part", range(10))
+@pytest.mark.parametrize("part", range(5))
 def test_many_more_races(part: int) -> None:
     random = Random(part)
     with folders(FaultyFolder) as linked, folders(LinklessFolder) as linkless:
