@@ -940,8 +940,8 @@ def kill_round(
     [
         ("fork", 4),
         ("spawn", 1),
-        pytest.param("fork", 200, marks=pytest.mark.full),
-        pytest.param("spawn", 40, marks=pytest.mark.full),  # a start takes a second: minutes of those are enough
+        pytest.param("fork", 60, marks=pytest.mark.full),
+        pytest.param("spawn", 60, marks=pytest.mark.full),
     ],
 )
 def test_killed_at_random_moments(crew: Crew, victim: str, method: str, rounds: int) -> None:
